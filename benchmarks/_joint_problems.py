@@ -7,7 +7,7 @@ import numpy as np
 from random_clusters import FLOPS_PER_S, given, resattnet
 
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.planning.step_problems import CostsOf
+from lightning_hybrid.planning.shape_costs import CostsOf
 
 
 def vgg16() -> CostsOf:

@@ -389,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quick = chosen.quick or gpu == "cpu"
     given = {name: getattr(chosen, name) for name in SIZES if getattr(chosen, name)}
     sizes = (SMALL if quick else SIZES) | given
-    every = Run(*(chosen.accelerator, quick, chosen.limit, chosen.ranks), chosen.minutes, sizes)
+    every = Run(chosen.accelerator, quick, chosen.limit, chosen.ranks, chosen.minutes, sizes)
     parts = {name: every.parts[name] for name in every.usual}
     if chosen.parts:
         wanted = tuple(text.strip() for text in chosen.parts.split(";"))

@@ -3,8 +3,10 @@
 Claim: the peak of activations and logits is at most (S + 1) / M of that of fill-drain, for S stages
 and M micro-batches, and a step takes at most 1.02 of its time. Each rank samples its resident
 memory (on a GPU: what torch has allocated) while it trains; counted is the most of the measured
-steps above the least of them, which is that of weights, gradients and optimizer. Schedules
-alternate; the median of each is shown.
+steps above the least of them, which is that of weights, gradients and optimizer. Of a rank that
+goes back inside of calls the gradients that wait aside are taken off, as the plan counts them; they
+are shown, too, and the processor time of a rank, which other work on the machine changes less than
+that of a step. Schedules alternate; the median of each is shown.
 
     python benchmarks/one_f_one_b.py --stages 2
     python benchmarks/one_f_one_b.py --stages 4
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -34,7 +37,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraStrategy, Search
 
 SCHEDULES = ("gpipe", "1f1b")
 WARM_UP = 2
@@ -65,10 +68,10 @@ class Times(Callback):
 
 
 class Memory:
-    """Samples what this process has, until it is stopped."""
+    """Samples what this process has, and its processor time, until it is stopped."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
+        self.seen: list[tuple[float, float, float]] = []
         self._on = True
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -80,10 +83,10 @@ class Memory:
                 size = float(torch.cuda.memory_allocated())
             else:
                 size = float(pages.read_text().split()[1]) * page
-            self.seen.append((time.time(), size / MIB))
+            self.seen.append((time.time(), size / MIB, time.process_time()))
             time.sleep(0.002)
 
-    def stop(self) -> list[tuple[float, float]]:
+    def stop(self) -> list[tuple[float, float, float]]:
         self._on = False
         self._thread.join()
         return self.seen
@@ -98,6 +101,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         pipeline_parallel_size=options.stages,
         num_microbatches=options.microbatches,
         schedule=options.schedule,
+        search=Search(capacity=[1.0] * options.stages),  # so that both have the same cuts
         verify=False,
     )
     steps = WARM_UP + options.steps
@@ -110,25 +114,50 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     )
     trainer.fit(Module(options), DataLoader(words.repeat(steps, 1), batch_size=options.batch))
     if times.starts:
-        (folder / "starts.json").write_text(json.dumps(times.starts[WARM_UP:]))
-    (folder / f"{os.getpid()}.seen").write_text(json.dumps(memory.stop()))
+        assert strategy.plan is not None, "a network that was trained has a plan"
+        inside = strategy.plan.schedule == "1f1b"
+        aside = {r.device: inside * (r.gradient_bytes or 0) / MIB for r in strategy.plan.rows}
+        found = {"starts": times.starts[WARM_UP:], "aside": [aside[k] for k in sorted(aside)]}
+        (folder / "driver.json").write_text(json.dumps(found))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    (folder / f"{rank}.seen").write_text(json.dumps(memory.stop()))
 
 
-def measured(options: argparse.Namespace, schedule: str) -> tuple[float, list[float]]:
-    """Seconds of a step, and of each rank the peak in MiB, the largest first."""
+@dataclass
+class Found:
+    """What a run has taken.
+
+    Attributes:
+        step_s: seconds of a step.
+        peaks: of each rank, of activations and logits, in MiB.
+        aside: likewise, gradients that wait aside.
+        busy_s: of each rank, seconds of its processors in a step.
+    """
+
+    step_s: float
+    peaks: list[float]
+    aside: list[float]
+    busy_s: list[float]
+
+
+def measured(options: argparse.Namespace, schedule: str) -> Found:
+    """Train in processes of its own, and measure these."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--into", folder]
         # (memory of large tensors goes back to the system at once)
         limits = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         environment = os.environ | limits | {"OMP_NUM_THREADS": "1"}
         subprocess.run([*command, "--schedule", schedule], check=True, env=environment)
-        starts = json.loads((Path(folder) / "starts.json").read_text())
-        peaks = []
-        for path in Path(folder).glob("*.seen"):
-            sizes = [s for at, s in json.loads(path.read_text()) if starts[0] <= at <= starts[-1]]
-            peaks.append(max(sizes) - min(sizes))
+        driver = json.loads((Path(folder) / "driver.json").read_text())
+        starts, peaks, busy = driver["starts"], [], []
+        for rank, aside in enumerate(driver["aside"]):
+            seen = json.loads((Path(folder) / f"{rank}.seen").read_text())
+            rows = [row for row in seen if starts[0] <= row[0] <= starts[-1]]
+            _, sizes, processors = zip(*rows)
+            peaks.append(max(sizes) - min(sizes) - aside)
+            busy.append((processors[-1] - processors[0]) / (len(starts) - 1))
     durations = [later - start for start, later in pairwise(starts)]
-    return median(durations), sorted(peaks, reverse=True)
+    return Found(median(durations), peaks, driver["aside"], busy)
 
 
 def main() -> None:
@@ -144,29 +173,38 @@ def main() -> None:
     if options.into:
         train(options, Path(options.into))
         return
-    found: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in SCHEDULES}
+    found: dict[str, list[Found]] = {name: [] for name in SCHEDULES}
     for _ in range(options.rounds):
         for schedule in SCHEDULES:
             found[schedule].append(measured(options, schedule))
-    seconds = {name: median(s for s, _ in runs) for name, runs in found.items()}
-    peaks = {
-        name: [median(each) for each in zip(*(peaks for _, peaks in runs))]
-        for name, runs in found.items()
-    }
-    table = Table("schedule", "step, s", "peaks of ranks, MiB")
+    seconds = {name: median(run.step_s for run in runs) for name, runs in found.items()}
+    peaks, busy = (
+        {
+            name: [median(each) for each in zip(*(getattr(run, column) for run in runs))]
+            for name, runs in found.items()
+        }
+        for column in ("peaks", "busy_s")
+    )
+    table = Table("schedule", "step, s", "processors of ranks, s", "peaks, MiB", "gradients aside")
     for name in SCHEDULES:
-        table.add_row(name, f"{seconds[name]:.3f}", ", ".join(f"{p:.0f}" for p in peaks[name]))
+        aside, times = found[name][0].aside, ", ".join(f"{s:.2f}" for s in busy[name])
+        table.add_row(name, f"{seconds[name]:.3f}", times, _shown(peaks[name]), _shown(aside))
     Console().print(table)
     wanted = (options.stages + 1) / options.microbatches
     ratios = {
-        "largest peak by gpipe": peaks["1f1b"][0] / peaks["gpipe"][0],
+        "largest peak by gpipe": max(peaks["1f1b"]) / max(peaks["gpipe"]),
         "largest peak by gpipe, wanted": wanted,
+        "busiest rank by gpipe": max(busy["1f1b"]) / max(busy["gpipe"]),
         "step by gpipe": seconds["1f1b"] / seconds["gpipe"],
         "step by gpipe, wanted": 1.02,
     }
     print(*(f"{name}: {value:.3g}" for name, value in ratios.items()), sep="\n")
     record(ratios, "")
-    record({f"peak, {name}": peaks[name][0] for name in SCHEDULES}, "MiB")
+    record({f"peak, {name}": max(peaks[name]) for name in SCHEDULES}, "MiB")
+
+
+def _shown(sizes: list[float]) -> str:
+    return ", ".join(f"{size:.0f}" for size in sizes)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,12 @@ def profile(name: str) -> Chain:
     graph, leaves = capture(network, x)
     table = measure(graph, network_partitions(graph), leaves)
     return Chain(
-        *(table.names, table.layers, table.parameters),
-        *(table.forward_s, table.backward_s, table.cut_bytes),
+        table.names,
+        table.layers,
+        table.parameters,
+        table.forward_s,
+        table.backward_s,
+        table.cut_bytes,
     )
 
 

@@ -32,8 +32,8 @@ from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import PartitionTable, optimizer_bytes
 from lightning_hybrid.planning.arrangements import Arrangement, Arrangements
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.shape_costs import CostsOf
 from lightning_hybrid.planning.shapes import rank_shapes, recommended
-from lightning_hybrid.planning.step_problems import CostsOf
 from models import ResAttNet3D
 
 BATCH = 12

@@ -197,8 +197,12 @@ def host(run: Run, _: int, dice: random.Random) -> None:
     """
     for _host in range(2):
         run.torchrun(
-            *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"),
-            *("--rdzv-id=run", f"--rdzv-endpoint={run.folder / 'agents'}"),
+            "--nnodes=1:2",
+            "--nproc-per-node=1",
+            "--max-restarts=3",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=run",
+            f"--rdzv-endpoint={run.folder / 'agents'}",
             "--rdzv-conf=store_type=file,last_call_timeout=20,keep_alive_interval=3",
         )
     if not run.wait(lambda: any(run.folder.glob("saving 1.0"))):

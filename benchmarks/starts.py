@@ -34,7 +34,7 @@ from slow_device import be_slow, slow_group
 
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.process import Meeting, look_around
-from lightning_hybrid.process.joining import gather
+from lightning_hybrid.process.joining import meet_all, reach
 
 CPU = torch.device("cpu")
 STOPPED_S = 0.005
@@ -69,7 +69,8 @@ def look(rank: int, port: int, group: str | None, found: Connection) -> None:
     torch.set_num_threads(1)
     if group is not None and rank == 1:
         be_slow(group)
-    everyone = gather(Coordinates(rank, 1, 2), Meeting("127.0.0.1", port, 1, rank == 0))
+    everyone = reach(Coordinates(rank, 1, 2), Meeting("127.0.0.1", port, 1, rank == 0))
+    meet_all(everyone)
     cluster = look_around(everyone.world, CPU, "gloo", None).cluster(1, 2)
     if rank == 0:
         found.send(cluster.speeds)

@@ -51,10 +51,10 @@ TunerExit = pytorch.utilities.exceptions._TunerExitException
 
 
 def let_fabric_clear_gradients() -> None:
-    """An optimizer of Fabric clears gradients as the one that it wraps does.
+    """Have an optimizer of Fabric clear gradients as the optimizer that it wraps does.
 
-    It inherits ``zero_grad`` from the class of that one, and would not see the instance's: it would
-    read each gradient, for which the owners are asked and memory is taken.
+    It inherits ``zero_grad`` from the class of that optimizer, and not the one of the instance. So
+    it would read each gradient, which would be fetched from its owner into new memory.
     """
 
     def zero_grad(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -158,12 +158,12 @@ def begin_batches_alone(trainer: Trainer, alone: bool) -> None:
 
 
 def tell_to_end(trainer: Trainer) -> None:
-    """As SIGTERM does: the Trainer ends when this batch is over."""
+    """Have the Trainer end after this batch, as SIGTERM does."""
     trainer._signal_connector.received_sigterm = True
 
 
 def load_evaluation_data_anew(trainer: Trainer) -> None:
-    """The next validation asks for its loaders again: the data is divided among fewer replicas."""
+    """Have the next validation make its loaders again, since fewer replicas share the data."""
     trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Step = tuple[str, Any]
+PathStep = tuple[str, Any]
 """One step from a value to a part of it: ``("item", key)`` or ``("attr", name)``."""
 
 
@@ -22,7 +22,7 @@ def is_dataclass_value(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Token)
 
 
-def children(value: Any) -> Iterator[tuple[Step, Any]] | None:
+def children(value: Any) -> Iterator[tuple[PathStep, Any]] | None:
     """The parts of a container with the steps to them; None for what is no container."""
     # dataclasses first: some output classes are dictionaries as well
     if is_dataclass_value(value):
@@ -35,8 +35,8 @@ def children(value: Any) -> Iterator[tuple[Step, Any]] | None:
 
 
 def tensors_in(
-    value: Any, path: tuple[Step, ...] = ()
-) -> Iterator[tuple[tuple[Step, ...], Tensor]]:
+    value: Any, path: tuple[PathStep, ...] = ()
+) -> Iterator[tuple[tuple[PathStep, ...], Tensor]]:
     """Every tensor inside ``value`` with the steps that lead to it, in order."""
     if isinstance(value, Tensor):
         yield path, value

@@ -21,16 +21,15 @@ from lightning_hybrid.planning import AUTO, Plan, PlanSettings, Sizes, given_spe
 from lightning_hybrid.schedules import INSIDE, SCHEDULES, STREAMED, LookAhead
 
 Count = int | Literal["auto"]
-Shape = Count | tuple[int, ...]
+StageCounts = Count | tuple[int, ...]
 Checkpoint = Literal["full"] | Sharded
 ScheduleName = Literal["auto", "gpipe", "looped", "zero_bubble", "1f1b", "1f1b_stream"]
-Rng = Literal["microbatch", "device"]
+RngScope = Literal["microbatch", "device"]
 
 LEAVE_ONE = "Leave one of them out."
 
 PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "zero_bubble": (("free",), "gives each device one stage", LEAVE_ONE),
-    "inside": (("free",), "gives each device one stage", LEAVE_ONE),
     "cuts": (
         ("free",),
         "are cut points, which give each device one stage",
@@ -56,8 +55,16 @@ PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "new cuts": (
         (
-            *("one stage", "asgd", "speed", "plan", "copies", "cuts", "streamed", "looped"),
-            *("compiled", "divided"),
+            "one stage",
+            "asgd",
+            "speed",
+            "plan",
+            "copies",
+            "cuts",
+            "streamed",
+            "looped",
+            "compiled",
+            "divided",
         ),
         "cuts stages anew where a device turns out slower",
         "Leave one of them out, or use replicas=BySpeed(replan='epoch'): several replicas then get "
@@ -130,7 +137,7 @@ class Config:
     """
 
     data_parallel_size: Count = "auto"
-    pipeline_parallel_size: Shape = "auto"
+    pipeline_parallel_size: StageCounts = "auto"
     num_microbatches: Count = "auto"
     schedule: ScheduleName | Delayed = "auto"
     network: str | list[str] | None = None
@@ -142,7 +149,7 @@ class Config:
     compile_stages: bool = False
     checkpoint: Checkpoint = "full"
     verify: int | Literal["auto", False] = "auto"
-    rng: Rng = "microbatch"
+    rng: RngScope = "microbatch"
     log_performance: bool = False
     seed: int = 0
     sizes: Sizes | None = None
@@ -244,12 +251,12 @@ class Config:
 
     @property
     def replans_shares(self) -> bool:
-        """Whether parts by speed follow what was measured in the training."""
+        """Whether shares by speed are dealt again, by speeds that are measured in training."""
         return isinstance(self.replicas, BySpeed) and self.replicas.replan == "epoch"
 
     @property
     def replans_cuts(self) -> bool:
-        """Whether stages are cut anew where a device turns out slower than planned."""
+        """Whether stages get new cuts if a device is slower than planned."""
         return self.search.replan == "epoch"
 
     @property
@@ -293,12 +300,19 @@ class Config:
             delayed_weights=self._delayed.weights if self._delayed is not None else "stash",
             shards_states=self.shards_states,
             copies=self.copies,
+            may_go_inside=not (self.copies or self.goes_on),
         )
 
     @property
     def runs_inside(self) -> bool:
         """Whether backwards are to run inside of the network's calls, where that is possible."""
         return self.settings.schedule == INSIDE
+
+    @property
+    def may_run_inside(self) -> bool:
+        """Whether they may, so that a loss in a network is looked for."""
+        is_open = self.settings.schedule == AUTO and not self.cuts_given
+        return self.runs_inside or (is_open and self.settings.may_go_inside)
 
     @property
     def streamed(self) -> LookAhead | None:
@@ -406,7 +420,9 @@ class Config:
 
     def _said(self, what: str) -> str:
         """How the user has asked for one of the :data:`PAIRS`; empty: that is not asked for."""
-        name, stages, copies = self._scheduled, self._asked_stages, self.copies
+        name = self._scheduled
+        stages = self._asked_stages
+        copies = self.copies
         schedule, search = self.shown_schedule, f"search={self.search!r}"
         replicas, checkpoint = f"replicas={self.replicas!r}", f"checkpoint={self.checkpoint!r}"
         shares = replicas if isinstance(self.replicas, BySpeed) else "a plan with shares"
@@ -456,7 +472,7 @@ class Config:
                 f"verify={verify!r} is none of 'auto' (calls 1, 2, 4, 8, ...), False and a number "
                 "of calls of at least 1."
             )
-        _check_kind("rng", self.rng, get_args(Rng))
+        _check_kind("rng", self.rng, get_args(RngScope))
         _check_record("checkpoint", self.checkpoint, Sharded, ("full",))
         _check_record("search", self.search, Search)
         _check_record("replicas", self.replicas, Replicas)
@@ -490,7 +506,7 @@ def _check_kind(name: str, value: object, kinds: tuple[str, ...]) -> None:
         raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
 
 
-def _check_shape(replicas: Count, shape: Shape, plan: Plan | None) -> None:
+def _check_shape(replicas: Count, shape: StageCounts, plan: Plan | None) -> None:
     """Complain about a plan that is none, and sizes that are none or contradict a plan."""
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from typing import Literal, get_args
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import Method, Objective
+from lightning_hybrid.planning import Method, PlanObjective
 from lightning_hybrid.schedules import STREAMED, DelayedWeights
 
 DelayedName = Literal["pipedream", "ddg", "fdg", "akintoye"]
@@ -85,14 +85,14 @@ class Search(_Record):
     """
 
     method: Method = "gabra"
-    objective: Objective = "step"
+    objective: PlanObjective = "step"
     contiguous: bool = True
     capacity: Literal["auto"] | Sequence[float] = "auto"
     replan: Replan = "never"
 
     def __post_init__(self) -> None:
         _check_kind(self, "method", get_args(Method))
-        _check_kind(self, "objective", get_args(Objective))
+        _check_kind(self, "objective", get_args(PlanObjective))
         _check_kind(self, "replan", get_args(Replan))
         if self.replan == "epoch" and not self.contiguous:
             raise PlanError(f"{self}: replan moves the cuts of contiguous stages. Leave one out.")

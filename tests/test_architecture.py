@@ -37,14 +37,14 @@ OUTERMOST = {
     "lightning_hybrid/parts/unequal_shares.py",
     "lightning_hybrid/_lightning_private.py",
     "lightning_hybrid/strategy/fabric.py",
-    "lightning_hybrid/strategy/open_sizes.py",
+    "lightning_hybrid/strategy/agreed_sizes.py",
     "lightning_hybrid/strategy/ranks.py",
     "lightning_hybrid/strategy/refusals.py",
     "lightning_hybrid/strategy/replica_ranks.py",
     "lightning_hybrid/run/framework.py",
     "lightning_hybrid/run/replica_world.py",
     "lightning_hybrid/run/rehearsal.py",
-    "lightning_hybrid/run/sizing.py",
+    "lightning_hybrid/run/rehearsed_sizes.py",
     "lightning_hybrid/run/run_results.py",
     "lightning_hybrid/run/run.py",
     "lightning_hybrid/run/session.py",
@@ -206,7 +206,7 @@ def test_only_what_talks_to_other_ranks_imports_torch_distributed() -> None:
         "lightning_hybrid/planning/plan.py",
         "lightning_hybrid/planning/search.py",
         "lightning_hybrid/planning/simulate.py",
-        "lightning_hybrid/planning/sizes.py",
+        "lightning_hybrid/planning/fastest_sizes.py",
         "lightning_hybrid/errors.py",
     ],
 )
@@ -367,6 +367,16 @@ def test_the_names_of_the_strategy_are_registered() -> None:
     }
     for name in registered:
         assert isinstance(StrategyRegistry.get(name), lightning_hybrid.HybridGabraStrategy)
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """One name stands for one thing; an underscore in front does not tell two apart."""
+    named: dict[str, list[str]] = {}
+    for path, tree in inside("lightning_hybrid/").items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                named.setdefault(node.name.lstrip("_"), []).append(path)
+    assert {name: paths for name, paths in named.items() if len(paths) > 1} == {}
 
 
 def test_every_module_that_does_something_is_tested_in_the_folder_of_its_room() -> None:

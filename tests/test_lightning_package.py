@@ -12,7 +12,7 @@ from lightning_hybrid._lightning import CHOSEN
 from lightning_hybrid._package import VARIABLE, choose, chosen_in_children
 from lightning_hybrid._registration import NAMES
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.strategy.launcher import TrainerPart
+from lightning_hybrid.strategy.launcher import LaunchedTrainerMethod
 
 ROOT = Path(__file__).parents[1]
 OURS, THEIRS = "lightning.pytorch", "pytorch_lightning"
@@ -131,4 +131,4 @@ def test_a_process_with_a_trainer_of_the_other_package_runs_nothing() -> None:
 
     strange = pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False)
     with pytest.raises(HybridError, match=WHAT_TO_DO):
-        TrainerPart(strange.fit)()
+        LaunchedTrainerMethod(strange.fit)()

@@ -106,7 +106,8 @@ class Replaced:
         self._what = [each for each in what if hasattr(*each[:2])]
         # (a module may find its functions elsewhere, and not hold them itself)
         self._before = [vars(owner).get(name, _ABSENT) for owner, name, _ in self._what]
-        self._lock, self._inside = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._inside = 0
 
     def put(self) -> None:
         for owner, name, instead in self._what:

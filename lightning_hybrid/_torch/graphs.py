@@ -69,7 +69,7 @@ def numpy_from_parts(kind: str, called: Any) -> Any:
 _SOURCE = "_dynamo_source"
 
 
-def source_of(placeholder: fx.Node) -> str:
+def placeholder_source(placeholder: fx.Node) -> str:
     """The value that a placeholder stands for, as an expression over the frame that was captured.
 
     There is no public way: the placeholder's name is that expression with all but letters replaced.
@@ -79,7 +79,7 @@ def source_of(placeholder: fx.Node) -> str:
 
 
 def copy_source(placeholder: fx.Node, copy: fx.Node) -> None:
-    """Give a copy of a placeholder its source, for `source_of`."""
+    """Give a copy of a placeholder its source, for `placeholder_source`."""
     if hasattr(placeholder, _SOURCE):
         setattr(copy, _SOURCE, getattr(placeholder, _SOURCE))
 

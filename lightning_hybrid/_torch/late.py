@@ -41,7 +41,7 @@ class Late(Tensor):
 
     @staticmethod
     def like(tensor: Tensor, make: Callable[[], Tensor], size: tuple[int, ...]) -> "Late":
-        """A late tensor.
+        """Make a late tensor of the type and device of ``tensor``.
 
         Args:
             tensor: has its type and device.

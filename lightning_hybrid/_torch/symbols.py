@@ -13,7 +13,9 @@ _READ = re.compile(r"(u|zuf)\d+")
 """Names that torch gives to symbols of numbers that are read from tensors."""
 
 OF_VALUES = {
-    *("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
 }
 """The names of the errors that fake tensors raise if a result depends on values."""
 

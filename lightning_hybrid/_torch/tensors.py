@@ -186,7 +186,7 @@ def gradient_hooks(tensor: torch.Tensor, *, late: bool = False) -> list[Any]:
 
 
 def with_gradient_hooks(tensors: Iterable[_T]) -> list[_T]:
-    """Those of some parameters that have hooks on their gradients; it is asked in every step."""
+    """The parameters among these that have hooks on their gradients; called in every step."""
     return [t for t in tensors if t._backward_hooks or t._post_accumulate_grad_hooks]
 
 

@@ -75,7 +75,9 @@ class Labels:
 
     def _chain(self, rng: np.random.Generator) -> Ints:
         """Runs on the devices in a random order, each filled up to the least goal that suffices."""
-        problem, n, m = self.problem, self.problem.n, self.problem.m
+        problem = self.problem
+        n = self.problem.n
+        m = self.problem.m
         order = rng.permutation(m)
         if problem.last_device is not None:
             order = np.append(order[order != problem.last_device], problem.last_device)

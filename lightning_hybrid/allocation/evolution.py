@@ -1,8 +1,8 @@
 """GABRA for any cost: the genetic algorithm where placements are judged by a simulation.
 
 `gabra` knows the makespan and moves partitions by it. Here the cost is a black box that is called a
-given number of times, such as the time of a step. What can be bred is a `Space`: it makes random
-placements, crosses two, and changes one a little. The rest is Algorithm 1 with local search:
+given number of times, such as the time of a step. What can be bred is a `SearchSpace`: it makes
+random placements, crosses two, and changes one a little. The rest is Algorithm 1 with local search:
 roulette wheel, crossover with probability 0.8, mutation, and a child replaces the worst member;
 each new member is improved by neighbours as long as that helps.
 """
@@ -22,25 +22,25 @@ from lightning_hybrid.errors import AllocationError
 Genes = TypeVar("Genes", bound=Hashable)
 
 
-class Space(Protocol[Genes]):
-    """What can be bred. Genes are hashable and never changed in place."""
+class SearchSpace(Protocol[Genes]):
+    """A space of candidates (genes) to search. Genes are hashable and never changed in place."""
 
     def random(self, rng: np.random.Generator) -> Genes:
-        """A random member, feasible if that can be had."""
+        """A random candidate, which is feasible if one is found."""
 
     def cross(self, left: Genes, right: Genes, rng: np.random.Generator) -> Genes:
-        """A child with something of both."""
+        """A child that combines both parents."""
 
     def neighbour(self, genes: Genes, rng: np.random.Generator) -> Genes:
-        """The same with a small change."""
+        """A copy of a candidate with a small random change."""
 
     def cost(self, genes: Genes) -> float:
-        """What is minimised; infinite where infeasible."""
+        """The cost to minimise; infinite for an infeasible candidate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breeding:
-    """Numbers of the search.
+    """Settings of the genetic search.
 
     Attributes:
         evaluations: how often the cost may be asked for.
@@ -64,7 +64,7 @@ class _Spent(Exception):
 
 
 def evolve(
-    space: Space[Genes],
+    space: SearchSpace[Genes],
     seed: int = 0,
     breeding: Breeding | None = None,
     starts: Sequence[Genes] = (),
@@ -93,7 +93,7 @@ def evolve(
 
 
 def run_counted(
-    space: Space[Genes], search: Callable[[Callable[[Genes], float]], None], evaluations: int
+    space: SearchSpace[Genes], search: Callable[[Callable[[Genes], float]], None], evaluations: int
 ) -> tuple[Genes, tuple[float, ...]]:
     """Let a search ask for the cost as often as it may, and return the best that it saw.
 
@@ -131,7 +131,7 @@ def run_counted(
 
 
 def descend(
-    space: Space[Genes],
+    space: SearchSpace[Genes],
     genes: Genes,
     cost: Callable[[Genes], float],
     rng: np.random.Generator,
@@ -153,7 +153,7 @@ def descend(
 
 
 def _breed(
-    space: Space[Genes],
+    space: SearchSpace[Genes],
     cost: Callable[[Genes], float],
     rng: np.random.Generator,
     breeding: Breeding,

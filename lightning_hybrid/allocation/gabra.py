@@ -64,7 +64,9 @@ class Evolution:
     """One run of the genetic algorithm (Algorithm 1): its population, and all chromosomes seen."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator, settings: Settings) -> None:
-        self.problem, self.rng, self.settings = problem, rng, settings
+        self.problem = problem
+        self.rng = rng
+        self.settings = settings
         self.genes = Labels(problem)
         self.members: list[Ints] = []
         self.costs: list[float] = []

@@ -100,7 +100,9 @@ class Problem:
             object.__setattr__(self, name, values)
 
     def _check_devices(self) -> None:
-        n, m, last = self.n, self.m, self.last_device
+        n = self.n
+        m = self.m
+        last = self.last_device
         if self.objective not in ("makespan", "profit"):
             raise AllocationError(
                 f"objective {self.objective!r} is neither 'makespan' nor 'profit'"

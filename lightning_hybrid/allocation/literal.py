@@ -104,7 +104,9 @@ class _Printed(Evolution):
 
     def _child(self) -> tuple[Ints, float] | None:
         """Make a child and its cost (lines 7 to 13 of Algorithm 1); None: all tries failed."""
-        settings, rng, costs = self.settings, self.rng, np.asarray(self.costs)
+        settings = self.settings
+        rng = self.rng
+        costs = np.asarray(self.costs)
         # addition 10: there are `tries` of them
         profits = self.problem.objective == "profit"
         fitness = -costs if profits else costs.max() - costs  # additions 1, 12

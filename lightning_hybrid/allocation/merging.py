@@ -42,7 +42,9 @@ def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25
         raise AllocationError(f"{len(p)} partitions cannot be merged into {count}")
     # loads do not divide evenly, so that with no slack hardly any merge would be allowed
     limit = (1 + slack) * p.sum() / count * (1 + SLACK)
-    runs, cuts, ends = p.tolist(), k.tolist(), list(range(1, len(p) + 1))
+    runs = p.tolist()
+    cuts = k.tolist()
+    ends = list(range(1, len(p) + 1))
     while len(runs) > count:
         merged = [a + b for a, b in itertools.pairwise(runs)]
         allowed = [i for i, load in enumerate(merged) if load <= limit]

@@ -16,7 +16,7 @@ EXTRINSIC = ("replicas", "stages", "stages_per_device", "microbatches", "devices
 PREDICTED = "predicted_s"
 """A column of predictions, which may have gaps. It is a factor only if an option names it."""
 _FOLDS = 5
-Run = dict[str, float]
+MeasuredRun = dict[str, float]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     intrinsic = _names(rows, options.intrinsic, "--intrinsic", rest)
     times = [row[options.time] for row in rows]
 
-    def fit_to(rows: Sequence[Run], times: Sequence[float]) -> PerformanceModel:
+    def fit_to(rows: Sequence[MeasuredRun], times: Sequence[float]) -> PerformanceModel:
         return fit(rows, times, intrinsic=intrinsic, extrinsic=extrinsic, strength=options.strength)
 
     model = fit_to(rows, times)
@@ -75,10 +75,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _held_out(
-    rows: Sequence[Run],
+    rows: Sequence[MeasuredRun],
     times: Sequence[float],
     names: Sequence[str],
-    fit_to: Callable[[Sequence[Run], Sequence[float]], PerformanceModel],
+    fit_to: Callable[[Sequence[MeasuredRun], Sequence[float]], PerformanceModel],
 ) -> str:
     """Cross-validate: a sentence with the error on configurations that were held out of a fit."""
 
@@ -106,14 +106,14 @@ def _held_out(
     )
 
 
-def _read(paths: Sequence[str]) -> list[Run]:
+def _read(paths: Sequence[str]) -> list[MeasuredRun]:
     """The lines of all tables, with the columns that all tables have."""
     tables = [_read_one(path) for path in paths]
     shared = [name for name in tables[0][0] if all(name in table[0] for table in tables)]
     return [{name: row[name] for name in shared} for table in tables for row in table]
 
 
-def _read_one(path: str) -> list[Run]:
+def _read_one(path: str) -> list[MeasuredRun]:
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             lines = list(csv.DictReader(file))
@@ -144,11 +144,13 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def _varies(rows: Sequence[Run], name: str) -> bool:
+def _varies(rows: Sequence[MeasuredRun], name: str) -> bool:
     return len({row[name] for row in rows}) > 1
 
 
-def _names(rows: Sequence[Run], given: str | None, option: str, default: list[str]) -> list[str]:
+def _names(
+    rows: Sequence[MeasuredRun], given: str | None, option: str, default: list[str]
+) -> list[str]:
     if given is None:
         return default
     names = [name.strip() for name in given.split(",") if name.strip()]
@@ -156,7 +158,7 @@ def _names(rows: Sequence[Run], given: str | None, option: str, default: list[st
     return names
 
 
-def _check_columns(rows: Sequence[Run], names: Sequence[str], option: str) -> None:
+def _check_columns(rows: Sequence[MeasuredRun], names: Sequence[str], option: str) -> None:
     for name in names:
         if name not in rows[0]:
             raise PlanError(

@@ -36,13 +36,13 @@ def capture_call(
     """
     found: list[tuple[NetworkGraph, list[Tensor]]] = []
 
-    def note(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+    def note(graph: NetworkGraph, values: Sequence[Any], *_: object) -> Sequence[Any]:
         found.append((graph, graph.bind(values)))
         raise _Seen
 
     try:
         # `note` raises when the graph is captured, before anything is computed
-        Capture(network, own_forward(network), note)(tuple(args), dict(kwargs))
+        Capture(network, own_forward(network), note, shares=True)(tuple(args), dict(kwargs))
     except _Seen:
         return found[0]
     except NotCaptured as error:

@@ -224,7 +224,10 @@ class _Expression:
     """
 
     def __init__(self, logs: Floats, measured: Floats, intrinsic: int, strength: float) -> None:
-        self.logs, self.measured, self.count, self.strength = logs, measured, intrinsic, strength
+        self.logs = logs
+        self.measured = measured
+        self.count = intrinsic
+        self.strength = strength
         most = 3 * float(measured.max())
         extrinsic = logs.shape[1] - intrinsic
         self.bounds = [(0.0, most)] * (1 + intrinsic)

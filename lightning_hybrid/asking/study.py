@@ -19,11 +19,11 @@ from lightning_hybrid.asking.target import (
 from lightning_hybrid.graph import network_partitions, why_whole
 from lightning_hybrid.planning import (
     AUTO,
-    Asked,
     ClusterDescription,
     CostsOf,
     PlanSettings,
     Shape,
+    ShapeRequest,
     device_name,
     optimizer_bytes,
     rank_shapes,
@@ -43,6 +43,7 @@ class Study:
         costs_of: function from the number of samples of a micro-batch to the table of the
             partitions.
         origin: a sentence on the origin of the times.
+        inside: whether backwards may run inside of the network's calls.
     """
 
     target: Target
@@ -51,13 +52,19 @@ class Study:
     splits: Callable[[int], bool]
     costs_of: CostsOf
     origin: str
+    inside: bool = False
 
     def shapes(self, devices: int) -> list[Shape]:
         """All ways to use `devices` devices, the best first.
 
         A way is numbers of replicas, devices, stages and micro-batches; see `Shape`.
         """
-        asked = Asked(settings=PlanSettings(schedule=AUTO), splits=self.splits, wide=True)
+        asked = ShapeRequest(
+            settings=PlanSettings(schedule=AUTO),
+            splits=self.splits,
+            inside=(self.inside,),
+            wide=True,
+        )
         return rank_shapes([self.costs_of], self.cluster.take(devices), self.batch, asked)
 
     @cached_property
@@ -148,4 +155,6 @@ def make_study(options: argparse.Namespace) -> Study:
     def splits(microbatches: int) -> bool:
         return why_whole(graph, leaves, microbatches) is None
 
-    return Study(target, cluster, batch, splits, costs_of, origin)
+    # (counted operations do not tell which schedule is the fastest)
+    inside = options.measure and not graph.no_shares
+    return Study(target, cluster, batch, splits, costs_of, origin, inside)

@@ -22,6 +22,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -43,7 +44,7 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, settle
+from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, resolve_marks
 from lightning_hybrid.capture.own_classes import is_followed, like, plain, refused_class
 from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
 from lightning_hybrid.graph import (
@@ -80,7 +81,7 @@ def installs_hooks(reason: str, network: nn.Module) -> bool:
     return bool(missing)
 
 
-Run = Callable[..., Sequence[Any]]
+RunGraph = Callable[..., Sequence[Any]]
 """Computes the outputs of a graph from its arguments (and its `LossOfCall`, if there is one)."""
 
 
@@ -93,11 +94,11 @@ warnings.filterwarnings(
 
 _KILLED_LOADER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited un).*")
 
-Kind = tuple[tuple[int, ...], torch.dtype]
+ShapeAndType = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor."""
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def kind_of(tensor: Tensor) -> ShapeAndType:
     """Shape and type of a tensor, whatever its class."""
     with as_they_are():
         return tuple(tensor.shape), tensor.dtype
@@ -120,7 +121,9 @@ class NotCaptured(Exception):
         advice: str = "Name the part of the model that is to be cut: the strategy's network='...'.",
     ) -> None:
         super().__init__(reason)
-        self.reason, self.by_its_kind, self.advice = reason, by_its_kind, advice
+        self.reason = reason
+        self.by_its_kind = by_its_kind
+        self.advice = advice
 
 
 class _OtherDimension(Exception):
@@ -219,8 +222,8 @@ class Capture:
         self,
         network: nn.Module,
         forward: Callable[..., Any],
-        run: Run,
-        shared: Mapping[str, Kind] | None = None,
+        run: RunGraph,
+        shared: Mapping[str, ShapeAndType] | None = None,
         *,
         whole: bool = True,
         divides: bool = True,
@@ -228,18 +231,24 @@ class Capture:
         shares: bool = False,
         looks: Callable[[], None] = lambda: None,
     ) -> None:
-        self._divides, self._draws, self._shares = divides, draws, shares
+        self._divides = divides
+        self._draws = draws
+        self._shares = shares
         self._looks = looks
         tensors = (*network.named_parameters(), *network.named_buffers())
-        self.network, self._run = network, run
+        self.network = network
+        self._run = run
         self._shared = {n: kind_of(t) for n, t in tensors} if shared is None else shared
         self.reason: str | None = None
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # the `id` of a freed tensor could be given to another
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._given: list[int] = []
-        self._batch_dim, self._looks_behind = 0, divides and whole and _has_time_first(network)
-        self._captured, self._marking, self._whole = 0, False, whole
+        self._batch_dim = 0
+        self._looks_behind = divides and whole and _has_time_first(network)
+        self._captured = 0
+        self._marking = False
+        self._whole = whole
 
         if getattr(forward, "__func__", None) is type(network).forward:
             with captured_functions:  # (the network may be of a class with a replaced `forward`)
@@ -293,12 +302,14 @@ class Capture:
         except _LacksMarks:
             # (nothing but the capture has happened)
             forget_compiled(self, self._code)
-            self._marking, self._captured = True, 0
+            self._marking = True
+            self._captured = 0
             return self._called(args, kwargs)
         except _OtherDimension:
             # nothing but the capture has happened
             forget_compiled(self, self._code)
-            self._batch_dim, self._captured = 1 - self._batch_dim, 0
+            self._batch_dim = 1 - self._batch_dim
+            self._captured = 0
             self._looks_behind = self._batch_dim == 1  # once each way, and then the first again
             return self._called(args, kwargs)
         except (
@@ -344,23 +355,28 @@ class Capture:
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        fresh, settled = self._captured > 1, settle(module)
+        fresh, resolved = self._captured > 1, resolve_marks(module)
+        weights: _Weights | None = None
         lacks_marks = not self._marking and may_hide_marks(module)
 
         def run(*values: Any) -> Sequence[Any]:
-            nonlocal fresh
+            nonlocal fresh, weights
             if lacks_marks:
                 # (when a graph before it has run, it is too late to begin the call again)
                 raise _LacksMarks if self._whole else NotCaptured(_WITHOUT_GRADIENTS)
             # here, when the graph runs: when it was made it was not known to be used
             self.reason = _of_python(recapture_reason()) if fresh else None
             fresh = False
-            names = self._named(values, tensors)
+            if not self._names:
+                self._learn_names()
+            if weights is None or not weights.are_among(values, self._names):
+                weights = _Weights(values, self._names)
+            names = self._named(values, tensors, weights)
             divided = graphs.get(names)
             if divided is None:
                 _refuse_classes(value for value in values if isinstance(value, Tensor))
                 _refuse_optimizers(module)
-                if not settled:
+                if not resolved:
                     raise NotCaptured("it changes requires_grad of a tensor that it is given")
                 divided = graphs[names] = self._divided(module, names, values)
                 self._find_batch(divided.heavy, values)
@@ -391,14 +407,20 @@ class Capture:
             if any(v.dim() > 1 and v.shape[1] > 1 for v in several):
                 raise _OtherDimension
 
-    def _named(self, values: Sequence[Any], tensors: Sequence[bool]) -> tuple[str | None, ...]:
-        """Per argument of a graph, the name of the parameter or buffer that it is, or ``None``."""
-        if not self._names:
-            self._learn_names()
-        # by identity: TorchDynamo hands a graph its tensors and not their names
-        names = [self._names.get(id(value)) for value in values]
-        for index, (name, is_tensor) in enumerate(zip(names, tensors)):
-            if name is None and is_tensor:
+    def _named(
+        self, values: Sequence[Any], tensors: Sequence[bool], weights: _Weights
+    ) -> tuple[str | None, ...]:
+        """Per argument of a graph, the name of the parameter or buffer that it is, or ``None``.
+
+        Args:
+            values: the arguments.
+            tensors: which of them are tensors.
+            weights: those that are known.
+        """
+        names = weights.names.copy()
+        for index in weights.others:
+            names[index] = self._names.get(id(values[index]))
+            if names[index] is None and tensors[index]:
                 names[index] = self._replaced_buffer(values[index])
         return tuple(names)
 
@@ -430,6 +452,38 @@ class Capture:
             if table.get(key) is value:
                 return name if self._shared[name] == kind_of(value) else None
         return None
+
+
+class _Weights:
+    """The parameters and buffers among the arguments of a graph, most likely the same in all calls.
+
+    By identity: TorchDynamo hands a graph its tensors and not their names.
+
+    Args:
+        values: the arguments.
+        named: names of parameters and buffers by ``id``.
+
+    Attributes:
+        names: of each argument; ``None``: it is none of them.
+        others: numbers of the arguments that are none of them.
+    """
+
+    def __init__(self, values: Sequence[Any], named: Mapping[int, str]) -> None:
+        self._named = named
+        self.names = [named.get(id(value)) for value in values]
+        self._are_known = [name is not None for name in self.names]
+        self._known = [*itertools.compress(values, self._are_known)]
+        self.others = [index for index, known in enumerate(self._are_known) if not known]
+
+    def are_among(self, values: Sequence[Any], named: Mapping[int, str]) -> bool:
+        """Whether the arguments of another call have them in the same places, with the same names.
+
+        Args:
+            values: the arguments.
+            named: as above; another mapping if names have changed.
+        """
+        these = itertools.compress(values, self._are_known)
+        return named is self._named and all(map(is_, these, self._known))
 
 
 def _has_time_first(network: nn.Module) -> bool:

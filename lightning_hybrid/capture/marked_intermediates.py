@@ -39,7 +39,7 @@ class Marking(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def settle(module: fx.GraphModule) -> bool:
+def resolve_marks(module: fx.GraphModule) -> bool:
     """Say of each checkpointed region whether it gives gradients, and drop the marks.
 
     Regions that stay ``use_reentrant=True`` give none.
@@ -54,7 +54,7 @@ def settle(module: fx.GraphModule) -> bool:
     marks = module.graph.find_nodes(op="call_function", target=_mark)
     if any(mark.args[0] in given for mark in marks):
         return False
-    _settle(module, [node for node in given if getattr(_example(node), "requires_grad", False)])
+    _resolve(module, [node for node in given if getattr(_example(node), "requires_grad", False)])
     return True
 
 
@@ -65,7 +65,7 @@ def may_hide_marks(module: fx.GraphModule) -> bool:
     gives some: so a mark behind it seems to change nothing, and is left out.
 
     Args:
-        module: the graph, settled.
+        module: the graph, with its marks resolved.
     """
     parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
     nodes = (node for part in parts for node in part.graph.nodes if is_region(node))
@@ -77,7 +77,7 @@ def may_hide_marks(module: fx.GraphModule) -> bool:
     )
 
 
-def _settle(part: fx.GraphModule, given: Iterable[fx.Node]) -> None:
+def _resolve(part: fx.GraphModule, given: Iterable[fx.Node]) -> None:
     """The same for a graph, or the body of a region; ``given`` are what require gradients in it."""
     # (TorchDynamo's own flags take it that every region gives gradients; a tensor that an operation
     # changes in place has one example in all nodes)
@@ -95,7 +95,7 @@ def _settle(part: fx.GraphModule, given: Iterable[fx.Node]) -> None:
             body, *arguments = node.args
             inner: Any = part.get_submodule(str(cast(fx.Node, body).target))
             places = inner.graph.find_nodes(op="placeholder")
-            _settle(inner, [place for place, each in zip(places, arguments) if each in inputs])
+            _resolve(inner, [place for place, each in zip(places, arguments) if each in inputs])
             if not node.kwargs.get("use_reentrant"):
                 known.add(_key(node))
         elif inputs and getattr(_example(node), "requires_grad", True):

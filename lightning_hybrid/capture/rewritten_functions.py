@@ -69,7 +69,9 @@ def _averaging(self: BatchNorm, input: Tensor) -> Tensor:
     captured. Here it stays a tensor, on the rank that owns it.
     """
     average = self.momentum is None and self.training and self.track_running_stats
-    count, mean, variance = self.num_batches_tracked, self.running_mean, self.running_var
+    count = self.num_batches_tracked
+    mean = self.running_mean
+    variance = self.running_var
     captured = average and torch.compiler.is_compiling()
     if not captured or count is None or mean is None or variance is None:
         result: Tensor = _batch_norm(self, input)

@@ -1,7 +1,7 @@
 """Finds the network: the outermost module with parameters that the user's code calls.
 
-Until it is found, a `Watch` replaces ``forward`` of every module that owns parameters. The first
-call of one of them, from outside of any other, tells which module the user's code calls:
+Until it is found, a `WatchedForward` replaces ``forward`` of every module that owns parameters. The
+first call of one of them, from outside of any other, tells which module the user's code calls:
 ``self(x)``, ``self.net(x)`` and ``self.net.forward(x)`` alike.
 """
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from lightning_hybrid.errors import NetworkNotFoundError
 
-Handler = Callable[..., Any]
+CallHandler = Callable[..., Any]
 
 
-class Watch:
+class WatchedForward:
     """Replaces ``forward`` on an instance; copies and pickles of the module do not have it.
 
     Args:
@@ -29,9 +29,12 @@ class Watch:
     """
 
     def __init__(
-        self, handler: Handler, name: str, module: nn.Module, own: Callable[..., Any] | None
+        self, handler: CallHandler, name: str, module: nn.Module, own: Callable[..., Any] | None
     ) -> None:
-        self._handler, self._name, self._module, self.own = handler, name, module, own
+        self._handler = handler
+        self._name = name
+        self._module = module
+        self.own = own
 
     # a torch.compile of the user's around the call must not look into the handler
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -58,18 +61,18 @@ def _same(value: Any) -> Any:
     return value
 
 
-def watch(module: nn.Module, name: str, handler: Handler) -> None:
+def watch(module: nn.Module, name: str, handler: CallHandler) -> None:
     """Have calls of ``module`` go to ``handler``."""
     # (in the instance's own dictionary, so that its class and other instances stay as they are)
     before = module.__dict__.get("forward")
-    own = before.own if isinstance(before, Watch) else before
-    module.__dict__["forward"] = Watch(handler, name, module, own)
+    own = before.own if isinstance(before, WatchedForward) else before
+    module.__dict__["forward"] = WatchedForward(handler, name, module, own)
 
 
 def unwatch(module: nn.Module) -> None:
     """Have calls of ``module`` go to its own ``forward`` again."""
     before = module.__dict__.get("forward")
-    if not isinstance(before, Watch):
+    if not isinstance(before, WatchedForward):
         return
     if before.own is None:
         del module.__dict__["forward"]
@@ -79,13 +82,13 @@ def unwatch(module: nn.Module) -> None:
 
 def is_watched(module: nn.Module) -> bool:
     """Whether calls of ``module`` go to a handler."""
-    return isinstance(module.__dict__.get("forward"), Watch)
+    return isinstance(module.__dict__.get("forward"), WatchedForward)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The ``forward`` of a module as the user has it: on the instance, else that of its class."""
     found = module.__dict__.get("forward")
-    own = found.own if isinstance(found, Watch) else found
+    own = found.own if isinstance(found, WatchedForward) else found
     return own if own is not None else MethodType(type(module).forward, module)
 
 

@@ -2,8 +2,8 @@
 
 from lightning_hybrid.comm.activation_links import (
     Arriving,
-    Dealt,
     Devices,
+    LinksByMicrobatch,
     StageLinks,
     connect,
     copies_of,
@@ -42,7 +42,7 @@ from lightning_hybrid.comm.link_probe import (
 from lightning_hybrid.comm.mesh import Mesh, backend_on, make_world
 from lightning_hybrid.comm.nccl_guard import Guard
 from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
-from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status, Tensors
+from lightning_hybrid.comm.protocol import Answer, GradientPattern, Header, Status, Tensors
 from lightning_hybrid.comm.signals import (
     make_deferrable,
     restore_handlers,
@@ -54,8 +54,8 @@ from lightning_hybrid.comm.survivors import FAULT, Survivors
 from lightning_hybrid.comm.switches import set_switches, switches
 from lightning_hybrid.comm.tensor_specs import (
     CallKey,
+    CallPrecision,
     Inside,
-    Precision,
     TensorSpec,
     bytes_of,
 )

@@ -15,12 +15,12 @@ from torch import Tensor
 from lightning_hybrid.comm.connections import Transfer, Wire
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.message_channel import Channel
-from lightning_hybrid.comm.protocol import Word
-from lightning_hybrid.comm.replica_channels import Lines
+from lightning_hybrid.comm.protocol import StageMessage
+from lightning_hybrid.comm.replica_channels import ReplicaWires
 from lightning_hybrid.comm.tensor_specs import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
 
-W = TypeVar("W", bound=Word)
+W = TypeVar("W", bound=StageMessage)
 
 Devices = Sequence[int | tuple[int, ...]]
 """For each stage the ``pp_rank`` of its rank; if a stage has copies, a tuple with those of all."""
@@ -29,9 +29,9 @@ Devices = Sequence[int | tuple[int, ...]]
 class PeerLink:
     """A link to a stage on another rank: tensors and words, both ways.
 
-    A word is a small message of the protocol (:class:`~lightning_hybrid.comm.protocol.Word`). Words
-    have a queue of their own: neither commands and answers nor the words of another pair of stages
-    on the same two ranks mix with them.
+    A word is a small message, a :class:`~lightning_hybrid.comm.protocol.StageMessage`. Words have a
+    queue of their own: neither commands and answers nor the words of another pair of stages on the
+    same two ranks mix with them.
 
     Args:
         words: channel for words.
@@ -45,8 +45,11 @@ class PeerLink:
     def __init__(
         self, words: Channel, out: Wire, back: Wire, host: Wire, device: torch.device
     ) -> None:
-        self._words, self._out, self._back = words, out, back
-        self._host, self._device = host, device
+        self._words = words
+        self._out = out
+        self._back = back
+        self._host = host
+        self._device = device
         self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
@@ -86,7 +89,7 @@ class PeerLink:
             for transfer, _ in self._sent.popleft():
                 transfer.wait()
 
-    def send_word(self, word: Word) -> None:
+    def send_word(self, word: StageMessage) -> None:
         """Send a word, without waiting."""
         self._words.send(word)
 
@@ -99,7 +102,8 @@ class _Posted:
     """Tensors that :meth:`PeerLink.post` receives, with the transfers that fill them."""
 
     def __init__(self, tensors: list[Tensor], transfers: list[Transfer]) -> None:
-        self._tensors, self._transfers = tensors, transfers
+        self._tensors = tensors
+        self._transfers = transfers
 
     def wait(self) -> list[Tensor]:
         """Wait until the tensors have arrived, and return them.
@@ -117,7 +121,7 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self.tensors: deque[list[Tensor]] = deque()
-        self.words: deque[Word] = deque()
+        self.words: deque[StageMessage] = deque()
 
     def wait(self) -> list[Tensor]:
         """Take the oldest message: the sender, in the same thread, has already put it here."""
@@ -132,7 +136,8 @@ class LocalLink:
     """A link to a stage of the same rank: it passes on detached copies of tensors."""
 
     def __init__(self, out: _Mailbox, back: _Mailbox) -> None:
-        self._out, self._back = out, back
+        self._out = out
+        self._back = back
 
     @classmethod
     def pair(cls) -> tuple["LocalLink", "LocalLink"]:
@@ -153,7 +158,7 @@ class LocalLink:
     def flush(self, left: int = 0) -> None:
         """Return at once: the receiver has its copies already."""
 
-    def send_word(self, word: Word) -> None:
+    def send_word(self, word: StageMessage) -> None:
         self._out.words.append(word)
 
     def receive_word(self, kind: type[W]) -> W:
@@ -186,7 +191,7 @@ class StageLinks:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class LinksByMicrobatch:
     """The links of a stage, or of one copy of it, for each micro-batch.
 
     Copies of a stage on several ranks take micro-batches in turn. The copies, one of each stage,
@@ -243,7 +248,9 @@ def connect(mesh: Mesh, devices: Devices) -> None:
     mesh.owners(copies_of(devices[first]))
 
 
-def link_copies(lines: Lines, devices: Devices, device: torch.device) -> dict[int, Dealt]:
+def link_copies(
+    lines: ReplicaWires, devices: Devices, device: torch.device
+) -> dict[int, LinksByMicrobatch]:
     """Link the stages of this rank, which may be copies.
 
     All ranks of the replica call it together, but after :func:`connect` each when it likes.
@@ -262,11 +269,11 @@ def link_copies(lines: Lines, devices: Devices, device: torch.device) -> dict[in
         linked = link_stages(lines, ring, device, first_tag=1 + number * len(devices))
         for stage, links in linked.items():
             found.setdefault(stage, {})[number] = links
-    return {stage: Dealt(len(rings), found[stage]) for stage in sorted(found)}
+    return {stage: LinksByMicrobatch(len(rings), found[stage]) for stage in sorted(found)}
 
 
 def link_stages(
-    lines: Lines, devices: Sequence[int], device: torch.device, first_tag: int = 1
+    lines: ReplicaWires, devices: Sequence[int], device: torch.device, first_tag: int = 1
 ) -> dict[int, StageLinks]:
     """Link the stages of this rank; all ranks of the replica call it together.
 

@@ -53,7 +53,8 @@ class ConnectionLost(RemoteError):
 
     def __init__(self, text: str, peer: str | None = None, *, late: bool = False) -> None:
         super().__init__(text)
-        self.peer, self.late = peer, late
+        self.peer = peer
+        self.late = late
 
 
 class GroupHandle:
@@ -247,7 +248,9 @@ class GroupWire:
 
     def __init__(self, group: Group, other: int, peer: str, tag: int = 0) -> None:
         self.peer = peer
-        self._group, self._other, self._tag = group, other, tag
+        self._group = group
+        self._other = other
+        self._tag = tag
 
     def send(self, tensor: Tensor) -> Transfer:
         work = start(self._group.send, [tensor], self._other, self._tag, peer=self.peer)
@@ -271,7 +274,9 @@ class GroupWire:
 
 class _GroupTransfer:
     def __init__(self, work: dist.Work, wire: GroupWire, *, sends: bool = False) -> None:
-        self._work, self._wire, self._sends = work, wire, sends
+        self._work = work
+        self._wire = wire
+        self._sends = sends
 
     def wait(self) -> None:
         if not self._sends:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 LARGE_BYTES = 8 * 2**20
 """Bytes of the messages that measure the bandwidth, and of the all-reduce."""
-_SMALL, _MANY, _FEW, _WARM_UP = 8, 30, 7, 2
+_SMALL = 8
+_MANY = 30
+_FEW = 7
+_WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)

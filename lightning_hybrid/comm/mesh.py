@@ -29,7 +29,7 @@ from lightning_hybrid.comm.connections import (
 )
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.network_interface import chosen_interface
-from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
+from lightning_hybrid.comm.replica_channels import EdgeWires, ReplicaWires
 from lightning_hybrid.comm.survivors import Survivors
 from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.errors import PlanError
@@ -93,7 +93,7 @@ def make_world(store: dist.Store, rank: int, size: int) -> GroupHandle:
     return make_group(store, "world", rank, size, "gloo", WORLD_TIMEOUT)
 
 
-class Mesh(Lines):
+class Mesh(ReplicaWires):
     """The process groups of one rank. All ranks construct it together.
 
     Args:
@@ -128,12 +128,15 @@ class Mesh(Lines):
         device: torch.device = CPU,
     ) -> None:
         super().__init__(coordinates)
-        self.store, self.world = store, world
+        self.store = store
+        self.world = world
         self.survivors: Survivors | None = None
         self._runs = 0
-        self.backend, self.timeout = backend_on(device, backend), timeout
+        self.backend = backend_on(device, backend)
+        self.timeout = timeout
         self._named = backend
-        self._store, self._name = dist.PrefixStore(name, store), name
+        self._store = dist.PrefixStore(name, store)
+        self._name = name
         self.device = device
         self._groups: list[GroupHandle] = []
         self._on_device: list[GroupHandle] = []
@@ -151,7 +154,7 @@ class Mesh(Lines):
         self.wires(coordinates.chain)
 
     def wires(self, devices: Sequence[int]) -> Mapping[int, EdgeWires]:
-        """See :meth:`Lines.wires`.
+        """See :meth:`ReplicaWires.wires`.
 
         The groups of a chain are made in the constructor, those of other placements when first
         asked for. Each rank makes those of its edges in rising order, so that ranks do not wait for
@@ -300,7 +303,7 @@ class Mesh(Lines):
         return [rank for rank in everyone if replace(here, rank=rank).dp_rank in living]
 
     def _go_on_with(self, living: Sequence[int]) -> None:
-        """Make all groups over replicas anew, of some replicas, whose ranks call this together.
+        """Make new groups over some replicas, whose ranks call this together.
 
         Who refers to a group has the new one from then on.
         """
@@ -363,7 +366,7 @@ class Mesh(Lines):
         """Close groups after a failure of this rank, which wakes ranks that wait for its tensors.
 
         The control group stays: ranks that wait for a message get the failure as one
-        (:meth:`Lines.say_goodbye`).
+        (:meth:`ReplicaWires.say_goodbye`).
         """
 
         def close() -> None:

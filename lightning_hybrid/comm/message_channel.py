@@ -6,9 +6,10 @@ fields that need them: a training step in its steady state pickles nothing.
 """
 
 import pickle
+import struct
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import chain
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.connections import Transfer, Wire
-from lightning_hybrid.comm.protocol import MESSAGES, Leaving, Message, StillAlive
+from lightning_hybrid.comm.protocol import IN_FRAME, MESSAGES, Leaving, Message, StillAlive
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
@@ -26,10 +27,31 @@ from lightning_hybrid.remote import value_of
 _INTEGERS = 9
 # one length for all messages, so that a receiver needs not know which one comes
 FRAME = _INTEGERS + 2
-"""Number of integers in a frame: number of the message's class, its integer fields (with padding),
-and number of the pickled bytes that follow the frame."""
+"""Number of integers in a frame: number of the message's class, one for each of its fields (with
+padding), and number of the pickled bytes that follow the frame."""
+
+_NOTHING = (0, 0, 0)
+"""Comes before each frame: a small message that was to be sent with the next one. It is the number
+of its class, counted from 1, and up to two integers; 0: there is none."""
 
 _TENSORS = "tensors"
+
+_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+"""All types of tensors; in a frame stands the number of one."""
+
+_TO_INTEGER: dict[type, Callable[[Any], int]] = {
+    int: int,
+    bool: int,
+    # (the bits of the number)
+    float: lambda value: struct.unpack("q", struct.pack("d", value))[0],
+    torch.dtype: _DTYPES.index,
+}
+_FROM_INTEGER: dict[type, Callable[[int], Any]] = {
+    int: int,
+    bool: bool,
+    float: lambda value: struct.unpack("d", struct.pack("q", value))[0],
+    torch.dtype: _DTYPES.__getitem__,
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,7 @@ class _Layout:
     Attributes:
         number: index of the class in ``MESSAGES``.
         integers: names of the fields in the frame.
-        kinds: type of each of them, ``int`` or ``bool``.
+        kinds: type of each of them.
         pickled: names of the fields that are pickled.
         defaults: default of each of these; if all have their default, nothing is pickled.
         tensors: whether the message has tensors, which follow.
@@ -55,13 +77,13 @@ class _Layout:
     @classmethod
     def of(cls, number: int, kind: type[Message]) -> "_Layout":
         known: Any = kind  # all messages are dataclasses, which the base class does not say
-        in_frame = [f for f in fields(known) if kind.in_frame and f.type in (int, bool)]
+        in_frame: Any = [f for f in fields(known) if kind.in_frame and f.type in IN_FRAME]
         others = [f for f in fields(known) if f not in in_frame and f.name != _TENSORS]
         assert len(in_frame) <= _INTEGERS, kind
         return cls(
             number,
             tuple(f.name for f in in_frame),
-            tuple(bool if f.type is bool else int for f in in_frame),
+            tuple(f.type for f in in_frame),
             tuple(f.name for f in others),
             tuple(f.default for f in others),
             any(f.name == _TENSORS for f in fields(known)),
@@ -78,7 +100,10 @@ def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
     (for instance a buffer with the graph of a graph network) is pickled.
     """
     layout = _LAYOUTS[type(message)]
-    values = [int(getattr(message, name)) for name in layout.integers]
+    values = [
+        _TO_INTEGER[kind](getattr(message, name))
+        for name, kind in zip(layout.integers, layout.kinds)
+    ]
     rest = [getattr(message, name) for name in layout.pickled]
     named = dict(getattr(message, _TENSORS)) if layout.tensors else {}
     data = b""
@@ -121,7 +146,7 @@ def decode(frame: Sequence[int], data: bytes) -> tuple[type[Message], dict[str, 
     kind = MESSAGES[frame[0]]
     layout = _LAYOUTS[kind]
     values: dict[str, Any] = {
-        name: kind_of(value)
+        name: _FROM_INTEGER[kind_of](value)
         for name, kind_of, value in zip(layout.integers, layout.kinds, frame[1:])
     }
     if not data:
@@ -157,10 +182,12 @@ class Channel:
         self._sends: deque[tuple[Transfer, Tensor]] = deque()
         self._kept_bytes = 0
         self._lock = threading.RLock()  # a heartbeat must not be sent in the middle of a message
-        self._beat = torch.tensor(encode(StillAlive())[0])
+        self._beat = torch.tensor([*_NOTHING, *encode(StillAlive())[0]])
         self._beats: list[Transfer] = []
         self._left: Failure | None = None
         self._rest: Iterator[tuple[str, Tensor]] = iter(())
+        self._waiting = _NOTHING  # what goes with the next message
+        self._behind: list[int] = []  # the frame of a message that has come with one before it
 
     @property
     def peer(self) -> str:
@@ -179,12 +206,26 @@ class Channel:
             ConnectionLost: the peer is gone.
             Exception: a tensor cannot be made ready; zeros were sent in its place.
         """
-        tensors = _tensors_of(message)
+        tensors = _tensors_of(message, self._waiting)
+        self._waiting = _NOTHING
         with self._lock:
             for tensor in tensors:
                 self._begin(tensor)
                 while not last and self._keeps_much():
                     self._wait_for_oldest()
+
+    def send_with_next(self, message: Message) -> None:
+        """Send a message together with the next one: a transfer less, if nobody waits for it.
+
+        Args:
+            message: one that a frame has as a whole, with at most two fields.
+        """
+        if self._waiting != _NOTHING:
+            self.send(message)
+            return
+        (number, one, other, *rest), _, _ = encode(message)
+        assert not any(rest), message  # (the last is the length of what is pickled)
+        self._waiting = number + 1, one, other
 
     def send_still_alive(self) -> None:
         """Tell the peer that this rank is busy; may be called from any thread.
@@ -253,7 +294,14 @@ class Channel:
         transfer.wait()
 
     def _receive_parts(self) -> tuple[type[Message], dict[str, Any], Specs]:
-        frame = self._receive(torch.empty(FRAME, dtype=torch.int64)).tolist()
+        frame, self._behind = self._behind, []
+        if not frame:
+            length = len(_NOTHING) + FRAME
+            integers = self._receive(torch.empty(length, dtype=torch.int64)).tolist()
+            (before, *fields), frame = integers[: len(_NOTHING)], integers[len(_NOTHING) :]
+            if before:
+                self._behind = frame
+                return decode([before - 1, *fields], b"")
         data = b""
         if frame[-1]:
             data = self._receive(torch.empty(frame[-1], dtype=torch.uint8)).numpy().tobytes()
@@ -272,10 +320,15 @@ class Channel:
         return tensor
 
 
-def _tensors_of(message: Message) -> Iterator[Tensor]:
-    """The tensors to send for a message, in order: frame, pickled bytes, then its own tensors."""
+def _tensors_of(message: Message, before: tuple[int, int, int]) -> Iterator[Tensor]:
+    """The tensors to send for a message, in order: frame, pickled bytes, then its own tensors.
+
+    Args:
+        message: the message.
+        before: what goes before its frame; see `_NOTHING`.
+    """
     frame, data, tensors = encode(message)
-    head = [torch.tensor(frame)]
+    head = [torch.tensor([*before, *frame])]
     if data:
         # a copy, since torch wants writable memory and bytes are not
         head.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))

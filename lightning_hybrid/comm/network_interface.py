@@ -20,7 +20,7 @@ _ADDRESS_AT = 20  # offset of the IPv4 address in the answer
 _LOOPBACK = "127.0.0.1"
 
 
-class _Choice:
+class _ChosenInterface:
     """The choice of this process.
 
     Attributes:
@@ -36,7 +36,7 @@ def chosen_interface() -> Iterator[None]:
 
     It is set in the environment, the only way that gloo has, and removed afterwards.
     """
-    name = _Choice.interface
+    name = _ChosenInterface.interface
     if name is None or _VARIABLE in os.environ:
         yield
         return
@@ -56,7 +56,7 @@ def choose_interface(address: str, port: int, hosts: int) -> None:
         hosts: number of hosts. If there are several and ``address`` leads to the loopback
             interface, as a host's own name often does, nothing is chosen.
     """
-    _Choice.interface = None
+    _ChosenInterface.interface = None
     if _VARIABLE in os.environ or sys.platform != "linux":
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -68,7 +68,7 @@ def choose_interface(address: str, port: int, hosts: int) -> None:
             own = _LOOPBACK
         for _, name in socket.if_nameindex():
             if _address_of(name, probe) == own:
-                _Choice.interface = name
+                _ChosenInterface.interface = name
 
 
 def bound_to(address: str, port: int, hosts: int) -> int | None:

@@ -2,13 +2,15 @@
 
 * A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that
   is ``answered`` gets an :class:`Answer` back.
-* A :class:`Word` goes from a stage to the one before or behind it, on the queue of their link.
+* A :class:`StageMessage` goes from a stage to the one before or behind it, on the queue of their
+  link.
 * :class:`StillAlive` and :class:`Leaving` may come between any two others; the channel itself
   handles them.
 
-Messages with ``in_frame`` are part of every training step: their integer fields are sent in a frame
-of fixed size. All other fields are pickled together, and only if one of them differs from its
-default. Of a field ``tensors`` the specs are pickled, and the tensors follow unpickled.
+Messages with ``in_frame`` are part of every training step: their fields of the types in `IN_FRAME`
+are sent in a frame of integers of fixed size. All other fields are pickled together, and only if
+one of them differs from its default. Of a field ``tensors`` the specs are pickled, and the tensors
+follow unpickled.
 
 To add a command: define its class here, and give :mod:`~lightning_hybrid.worker.worker`,
 :mod:`~lightning_hybrid.worker.worker_weights`, :mod:`~lightning_hybrid.worker.worker_optimizers` or
@@ -24,20 +26,25 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.comm.switches import Switches
-from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.graph import StageCode
-from lightning_hybrid.remote import Kind
+from lightning_hybrid.remote import RemoteKind
 
 Tensors = Iterable[tuple[str, Tensor]]
 """Named tensors. The receiver gets an iterator, which receives them one by one."""
+
+
+IN_FRAME = (int, bool, float, torch.dtype)
+"""Types of fields that a frame of integers takes."""
 
 
 class Message:
     """Base of all messages.
 
     Attributes:
-        in_frame: whether the integer fields (at most eight) are sent in the message's frame.
+        in_frame: whether fields of the types in `IN_FRAME` (at most nine) are sent in the message's
+            frame.
     """
 
     in_frame: ClassVar[bool] = False
@@ -50,20 +57,23 @@ class Answer(Message):
     Attributes:
         failure: a failure of the worker, now or since its last answer; ``None``: there is none.
         value: the result of the command.
+        holds: the result, if it is yes or no.
         tensors: tensors of the result.
     """
 
+    in_frame = True
     failure: Failure | None = None
     value: Any = None
+    holds: bool = False
     tensors: Tensors = ()
 
 
-class Word(Message):
+class StageMessage(Message):
     """A message from a stage to a neighbouring one."""
 
 
 @dataclass(frozen=True)
-class Header(Word):
+class Header(StageMessage):
     """Announces the activations of a micro-batch, which follow.
 
     Attributes:
@@ -76,7 +86,7 @@ class Header(Word):
 
 
 @dataclass(frozen=True)
-class Status(Word):
+class Status(StageMessage):
     """Sent at the end of a forward pass: whether the sending stage, or one before it, has failed.
 
     Attributes:
@@ -87,7 +97,7 @@ class Status(Word):
 
 
 @dataclass(frozen=True)
-class Pattern(Word):
+class GradientPattern(StageMessage):
     """Sent before gradients: which of the activations at a cut get a gradient.
 
     Attributes:
@@ -118,6 +128,8 @@ class Command(Message):
 
     Attributes:
         answered: whether the worker sends an answer.
+        goes_with_next: whether it is sent together with the next command, since no rank and no
+            code waits for what it does.
         joint: whether ranks exchange tensors while they carry it out, so that the others wait for
             one that fails.
         outdates: kinds of tensors (such as gradients) that the worker changes: what the driver has
@@ -125,8 +137,9 @@ class Command(Message):
     """
 
     answered: ClassVar[bool] = False
+    goes_with_next: ClassVar[bool] = False
     joint: ClassVar[bool] = False
-    outdates: ClassVar[frozenset[Kind]] = frozenset()
+    outdates: ClassVar[frozenset[RemoteKind]] = frozenset()
 
 
 # ---------------------------------------------------------------- the network
@@ -189,7 +202,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Cut(NetworkCommand):
+class CutNetwork(NetworkCommand):
     """Make this rank's stages of a network, or of another graph of a network that is cut already.
 
     Attributes:
@@ -221,7 +234,7 @@ class Forward(CallCommand):
         uses_rng: whether the states of the generators are sent with the activations.
         ahead: whether it belongs to a later batch and runs early (streamed schedules): optimizers
             may step between it and its backward, and what it writes to buffers stays hidden until
-            :class:`Commit`.
+            :class:`CommitEarlyForward`.
         new_key: the key itself, if the worker may not have it yet.
         again: whether the call has run before: what it writes to buffers is not kept.
         averages: whether gradients that backwards inside of the call leave aside are averaged over
@@ -230,7 +243,7 @@ class Forward(CallCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
     draw: int
     key: int
     exchange: bool
@@ -261,7 +274,7 @@ class Backward(CallCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
     pattern: int
     exchange: bool
     parameters: bool
@@ -273,25 +286,25 @@ class Backward(CallCommand):
 
 
 @dataclass(frozen=True)
-class Free(CallCommand):
+class FreeCall(CallCommand):
     """Free what was kept for the backward of a call, which will not come."""
 
     in_frame = True
 
 
 @dataclass(frozen=True)
-class Commit(CallCommand):
+class CommitEarlyForward(CallCommand):
     """Apply to the buffers what an early forward (streamed schedules) has written to them.
 
     Sent when its batch has its turn, in which one device would write them.
     """
 
     in_frame = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
 
 
 @dataclass(frozen=True)
-class Drop(CallCommand):
+class DropEarlyForward(CallCommand):
     """Discard an early forward (streamed schedules) and its effects: its call will not come."""
 
     in_frame = True
@@ -303,7 +316,7 @@ class Reduce(NetworkCommand):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -315,7 +328,7 @@ class AwaitSums(Command):
 
 @dataclass(frozen=True)
 class SumAgain(Command):
-    """Replicas are lost: sum up gradients anew, with those that are left.
+    """Replicas are lost: sum up gradients again over those that are left.
 
     Attributes:
         living: numbers of these.
@@ -336,7 +349,7 @@ class TakeAverages(Command):
 
     scale: float
 
-    outdates = frozenset({Kind.GRADIENT})
+    outdates = frozenset({RemoteKind.GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -355,7 +368,9 @@ class ReleaseHooks(NetworkCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.GRADIENT, Kind.PARAMETER})  # a hook may step an optimizer
+    outdates = frozenset(
+        {RemoteKind.GRADIENT, RemoteKind.PARAMETER}
+    )  # a hook may step an optimizer
     call: bool
 
 
@@ -369,12 +384,12 @@ class SynchronizeBuffers(Command):
 
     in_frame = True
     joint = True
-    outdates = frozenset({Kind.BUFFER})
+    outdates = frozenset({RemoteKind.BUFFER})
     state: bool
 
 
 @dataclass(frozen=True)
-class Share(NetworkCommand):
+class ShareWeights(NetworkCommand):
     """Give every replica the weights of replica 0."""
 
     joint = True
@@ -429,12 +444,13 @@ class ZeroGrad(OptimizerCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.GRADIENT})
+    goes_with_next = True
+    outdates = frozenset({RemoteKind.GRADIENT})
     set_to_none: bool
 
 
 @dataclass(frozen=True)
-class Step(OptimizerCommand):
+class StepOptimizer(OptimizerCommand):
     """Step an optimizer.
 
     Attributes:
@@ -443,9 +459,9 @@ class Step(OptimizerCommand):
     """
 
     in_frame = True
-    outdates = frozenset({Kind.PARAMETER})
+    outdates = frozenset({RemoteKind.PARAMETER})
     groups: list[Hyperparameters] | None = None
-    precision: Precision | None = None
+    precision: CallPrecision | None = None
 
 
 @dataclass(frozen=True)
@@ -457,6 +473,7 @@ class GradientNorm(OptimizerCommand):
     """
 
     answered = True
+    in_frame = True
     order: float
 
 
@@ -467,18 +484,22 @@ class ClipNorm(OptimizerCommand):
     Attributes:
         max_norm: the bound.
         total: the norm of the gradients of all ranks.
+        dtype: its type.
     """
 
-    outdates = frozenset({Kind.GRADIENT})
+    in_frame = True
+    outdates = frozenset({RemoteKind.GRADIENT})
     max_norm: float
-    total: Tensor
+    total: float
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class ClipValues(OptimizerCommand):
     """Clamp the gradients of an optimizer to [-bound, bound]."""
 
-    outdates = frozenset({Kind.GRADIENT})
+    in_frame = True
+    outdates = frozenset({RemoteKind.GRADIENT})
     bound: float
 
 
@@ -487,8 +508,9 @@ class Unscale(OptimizerCommand):
     """Multiply the gradients of an optimizer by ``factor``; answer whether one is not finite."""
 
     answered = True
-    outdates = frozenset({Kind.GRADIENT})
-    factor: Tensor
+    in_frame = True
+    outdates = frozenset({RemoteKind.GRADIENT})
+    factor: float
 
 
 # ---------------------------------------------------------------- single tensors
@@ -613,7 +635,7 @@ class LendTensors(Command):
     """Give the driver these parameters or their gradients, by a group for that alone.
 
     Attributes:
-        names: of the parameters, dotted; empty: all that the driver uses too (:class:`Cut`).
+        names: of the parameters, dotted; empty: all that the driver uses too (:class:`CutNetwork`).
         gradients: whether their gradients are meant, which are dense.
         types: those that the driver has memory of; empty: those of the parameters.
     """
@@ -685,14 +707,14 @@ class ClearGradients(Command):
 
 
 @dataclass(frozen=True)
-class Check(Command):
+class GiveFailure(Command):
     """Answer with the failure of an earlier command that had no answer, if there is one."""
 
     answered = True
 
 
 @dataclass(frozen=True)
-class Report(Command):
+class GiveReport(Command):
     """Answer with the report of this name, such as ``free``: free memory of the worker's device."""
 
     answered = True

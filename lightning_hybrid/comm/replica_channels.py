@@ -26,7 +26,7 @@ class EdgeWires(NamedTuple):
     host: Wire
 
 
-class Lines(ABC):
+class ReplicaWires(ABC):
     """The wires and channels of one rank to the others of its replica.
 
     Args:

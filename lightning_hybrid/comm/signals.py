@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Handler = Callable[[int, FrameType | None], Any]
+SignalHandler = Callable[[int, FrameType | None], Any]
 Surrounding = Callable[[], AbstractContextManager[Any]]
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")  # not every system has all
@@ -51,8 +51,9 @@ class DeferrableHandler:
         surrounding: makes a context in which the handler runs.
     """
 
-    def __init__(self, handler: Handler, surrounding: Surrounding) -> None:
-        self.handler, self._surrounding = handler, surrounding
+    def __init__(self, handler: SignalHandler, surrounding: Surrounding) -> None:
+        self.handler = handler
+        self._surrounding = surrounding
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _WaitingSignals.depth or _WaitingSignals.held:

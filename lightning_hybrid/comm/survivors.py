@@ -37,7 +37,9 @@ FAULT = "fault"
 """Key of the store under which the first rank to fail writes its failure."""
 
 _LOST, _COMMIT = "lost", "commit"
-_LOOK_EVERY_S, _NAP_S, _LONG_NAP_S = 0.1, 1e-4, 5e-3
+_LOOK_EVERY_S = 0.1
+_NAP_S = 1e-4
+_LONG_NAP_S = 5e-3
 _VERDICT_S = 5.0
 """How long ranks with a broken connection wait for word of a lost replica, or of a failure."""
 
@@ -86,9 +88,12 @@ class Survivors:
         renew: Callable[[Sequence[int]], None],
     ) -> None:
         self.living = tuple(range(here.replicas))
-        self.weight, self.told_to_end = 1.0, False
+        self.weight = 1.0
+        self.told_to_end = False
         self.on_loss: Callable[[Collection[int]], None] = lambda lost: None
-        self._here, self._faults, self._renew = here, store, renew
+        self._here = here
+        self._faults = store
+        self._renew = renew
         self._drivers = drivers
         self._store = dist.PrefixStore(f"survivors {run}", store)
         self._timeout_s = timeout.total_seconds()
@@ -137,7 +142,7 @@ class Survivors:
         return set(map(int, self._store.get(_LOST).decode().split()))
 
     def _lost(self) -> set[int]:
-        """Those that this rank still counts on."""
+        """Lost replicas that this rank still counts as living."""
         return self._known() & set(self.living)
 
     def _must_stop(self) -> bool:
@@ -162,7 +167,7 @@ class Survivors:
     # ------------------------------------------------------------------ sums
 
     def start(self, group: Group, tensor: Tensor) -> dist.Work | None:
-        """Begin to sum up a tensor over the replicas; ``None``: one of them is gone."""
+        """Begin to sum up a tensor over the replicas; ``None``: a replica is lost."""
         try:
             return start(group.allreduce, [tensor], peer=ANOTHER_REPLICA)
         except ConnectionLost:
@@ -246,7 +251,7 @@ class Survivors:
         return None
 
     def go_on_with(self, living: Sequence[int]) -> None:
-        """Make the groups over replicas anew; all ranks of the replicas that are left call this.
+        """Make new groups over replicas; all ranks of the replicas that are left call this.
 
         Raises:
             ConnectionLost: another one of them is lost.

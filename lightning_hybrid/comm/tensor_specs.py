@@ -57,7 +57,7 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def empty_for_itself(self) -> Tensor:
-        """The same on the CPU, in memory that goes back to the system as soon as it is dropped."""
+        """An empty CPU tensor, whose memory goes back to the system as soon as it is dropped."""
         meta = replace(self, on_cpu=False).empty(torch.device("meta"))
         return with_memory(meta, torch.device("cpu"))
 
@@ -85,7 +85,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Precision:
+class CallPrecision:
     """Autocast and default type in a call or step on the driver, for workers to use the same.
 
     Attributes:
@@ -101,7 +101,7 @@ class Precision:
     default_dtype: torch.dtype
 
     @classmethod
-    def current(cls, device: torch.device) -> "Precision":
+    def current(cls, device: torch.device) -> "CallPrecision":
         """The precision that this process computes with now."""
         # autocast is enabled separately for each kind of device
         kind = device.type
@@ -150,7 +150,7 @@ class CallKey:
     grad: bool
     training: bool
     trainable: tuple[bool, ...]
-    precision: Precision
+    precision: CallPrecision
     continues: bool = False
     inside: Inside = ""
 

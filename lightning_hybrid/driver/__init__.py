@@ -4,7 +4,7 @@ from lightning_hybrid.driver.after_run import bring_here
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.driver import Driver
-from lightning_hybrid.driver.foreseen_calls import LookAhead
+from lightning_hybrid.driver.foreseen_calls import ForeseenCalls
 from lightning_hybrid.driver.network_options import DriverOptions, Planner
 from lightning_hybrid.driver.optimizer_kinds import register_optimizer
 from lightning_hybrid.driver.progress import StartProgress

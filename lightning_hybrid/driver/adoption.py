@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from lightning_hybrid.graph import (
     why_whole,
 )
 from lightning_hybrid.planning import CalledNetwork, Plan, give_back_memory
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     borrowed_parameters,
     check,
@@ -60,7 +61,10 @@ class Adoption:
     def __init__(
         self, driver: Driver, mesh: Mesh, options: DriverOptions, plans: dict[str, Plan]
     ) -> None:
-        self.driver, self._mesh, self.options, self._plans = driver, mesh, options, plans
+        self.driver = driver
+        self._mesh = mesh
+        self.options = options
+        self._plans = plans
         self.announcements = Announcements(options)
         self._placed: dict[str, Plan] = {}  # the plans of this run's networks, by name
 
@@ -102,17 +106,17 @@ class Adoption:
             placement = Placement.of(
                 codes, devices, plan.schedule, plan.split or (), plan.recompute
             )
-            refuse_streaming(found, graph, plan, placement, first=not self.driver.has_networks)
+            refuse_streamed_network(
+                found, graph, plan, placement, first=not self.driver.has_networks
+            )
             # the Python between graphs, and with rng="device" the code around a call, draw from the
             # same generators as the network: their state travels with the batch, and back
             continues = not found.whole or self.driver.calls.follows
             network = self.driver.add_network(
                 found.name, found.module, codes, placement, continues=continues
             )
-        if self.options.shares and (reason := why_not_inside(network, graph)):
-            self.announcements.backwards_follow(found, reason)
         found.driven.append((network, plan))
-        found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
+        found.calls[graph] = self._called(found, network, graph, parts)
         if found.whole:
             found.capture.own(network.owned_names)
         return found.calls[graph]
@@ -162,7 +166,7 @@ class Adoption:
         refusal = why_not_cut(graph)
         if refusal is not None:
             raise CannotFollow(f"it {refusal}")
-        refuse_streaming(found, graph, plan, network.placement)
+        refuse_streamed_network(found, graph, plan, network.placement)
         positions = follow(graph, network.placement.owned[: plan.stages])
         if _collects(plan):
             # outputs of copies of the last stage are joined by one more stage, which has no layers
@@ -171,9 +175,21 @@ class Adoption:
             codes = cut_at(graph, positions, self.driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
             self.driver.distribution.distribute_again(network, codes)
-        found.calls[graph] = NetworkCall(network, network.specialize(graph, parts))
+        found.calls[graph] = self._called(found, network, graph, parts)
         self.announcements.captured_again(found)
         return found.calls[graph]
+
+    def _called(
+        self, found: FoundNetwork, network: DrivenNetwork, graph: NetworkGraph, parts: int
+    ) -> NetworkCall:
+        """What calls the stages in the place of the graph, of which all ranks have theirs."""
+        say = partial(self.announcements.backwards_follow, found)
+        if self.options.inside or network.placement.schedule == INSIDE:
+            if reason := why_not_inside(network, graph):
+                say(reason)
+        else:  # (so that nothing is computed for it)
+            graph.no_shares = graph.no_shares or "its plan has another schedule"
+        return NetworkCall(network, network.specialize(graph, parts), say)
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -264,7 +280,9 @@ class Adoption:
         Raises:
             HybridError: the network cannot be cut as asked.
         """
-        graph, partitions, leaves = first.graph, first.partitions, first.leaves
+        graph = first.graph
+        partitions = first.partitions
+        leaves = first.leaves
         devices = self._mesh.coordinates.ranks_per_replica
         stages = self.options.number_of_stages or devices
         if len(partitions) < stages:
@@ -283,22 +301,43 @@ class Adoption:
                 self.announcements.takes_batches_whole(found, reason)
                 wanted = 1
             slices = graph.split(leaves, wanted)
-        make, beside = self.options.planner, [*self._placed.values()]
-        called = replace(first, leaves=slices[0])
         self.announcements.doing(found, "profiling and planning")
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
-            plan = make(called, wanted, beside, False)
+            plan = self._made(found, replace(first, leaves=slices[0]), wanted, is_part=is_part)
+        except PlanError as error:
+            # (of smaller ones less is alive, where backwards run inside of calls)
+            more = 2 * wanted
+            enough = len(slices) > 1 and more <= (graph.batch_of(leaves) or 0)
+            if self.options.microbatches or graph.no_shares or not enough:
+                raise
+            smaller = replace(first, leaves=graph.split(leaves, more)[0])
+            try:
+                plan = self._made(found, smaller, more, is_part=is_part)
+            except PlanError:
+                raise error from None
+        return replace(plan, split_by=by, tried=tried)
+
+    def _made(
+        self, found: FoundNetwork, called: CalledNetwork, microbatches: int, *, is_part: bool
+    ) -> Plan:
+        """The plan of a network that is given with the inputs of one micro-batch.
+
+        Raises:
+            HybridError: the network cannot be cut as asked.
+        """
+        make, beside = self.options.planner, [*self._placed.values()]
+        try:
+            return make(called, microbatches, beside, False)
         except NetworkError as error:
             # (the user's cut points may be meant for a module that contains this one)
             if not is_part:
                 raise
             self.announcements.say(found, f"is cut where it divides best: {error}.")
-            plan = make(called, wanted, beside, True)
-        return replace(plan, split_by=by, tried=tried)
+            return make(called, microbatches, beside, True)
 
 
-def refuse_streaming(
+def refuse_streamed_network(
     found: FoundNetwork,
     graph: NetworkGraph,
     plan: Plan,
@@ -380,7 +419,7 @@ def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any
 
 
 def why_not_cut(graph: NetworkGraph) -> str | None:
-    """Why a graph cannot be cut anywhere, as a predicate of its network; ``None``: it can."""
+    """Why a graph cannot be cut anywhere, as the end of "the network ..."; ``None``: it can."""
     for leaf in graph.leaves:
         if not leaf.number and not graph.info[leaf.node].is_strided:
             return f"takes a tensor that is not dense ({leaf.name})"

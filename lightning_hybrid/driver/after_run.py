@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are, version
-from lightning_hybrid.comm.protocol import MapTensors, Report
+from lightning_hybrid.comm.protocol import GiveReport, MapTensors
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.weights import FilesOfWorkers, Weights
 from lightning_hybrid.planning import free_on, gigabytes, optimizer_bytes
@@ -38,8 +38,10 @@ class AfterRun:
     def __init__(
         self, module: nn.Module, commands: Commands, weights: Weights, files: FilesOfWorkers
     ) -> None:
-        self._module, self._weights = module, weights
-        self._commands, self._files = commands, files
+        self._module = module
+        self._weights = weights
+        self._commands = commands
+        self._files = files
         self._tickets: dict[int, Ticket] | None = None
         self._versions: dict[str, int] = {}
 
@@ -82,7 +84,7 @@ class AfterRun:
         states = sum(optimizer_bytes(self._module, optimizers).values())
         # this rank gets the weights of the others, their gradients, and the states of both
         needed = weights * 2 + round(states * weights / max(1, weights + here))
-        left = [free_on(device), *(a.value for a in self._commands.ask(Report("free")))]
+        left = [free_on(device), *(a.value for a in self._commands.ask(GiveReport("free")))]
         wanted = [needed, *(weights + here for _ in left[1:])]
         for rank, (free, size) in enumerate(zip(left, wanted)):
             if free is not None and free < size:

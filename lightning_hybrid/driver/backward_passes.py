@@ -38,7 +38,7 @@ class HeldHooks:
     Args:
         networks: the networks that are cut; the list may grow.
         commands: sends commands to the workers.
-        settle: brings all gradients to the owners of their parameters.
+        bring_to_owners: brings all gradients to the owners of their parameters.
         served: whether this rank calls all hooks; else each rank has those of its weights.
     """
 
@@ -46,11 +46,13 @@ class HeldHooks:
         self,
         networks: Sequence[DrivenNetwork],
         commands: Commands,
-        settle: Callable[[], None],
+        bring_to_owners: Callable[[], None],
         *,
         served: bool = False,
     ) -> None:
-        self._networks, self._commands, self._settle = networks, commands, settle
+        self._networks = networks
+        self._commands = commands
+        self._bring_to_owners = bring_to_owners
         self._served = served
 
     @contextmanager
@@ -75,7 +77,7 @@ class HeldHooks:
             # (put back and not called, since no gradient is complete)
             self._release(networks, call=False)
             raise
-        self._settle()
+        self._bring_to_owners()
         self._release(networks, call=True)
 
     @signals_deferred
@@ -143,7 +145,9 @@ class ChosenGradients:
     def __init__(
         self, networks: Sequence[DrivenNetwork], gradients: ReplicaGradients, hooks: HeldHooks
     ) -> None:
-        self._networks, self._gradients, self._hooks = networks, gradients, hooks
+        self._networks = networks
+        self._gradients = gradients
+        self._hooks = hooks
 
     def __call__(
         self,
@@ -204,7 +208,7 @@ class ChosenGradients:
             before = _take(others)
             try:
                 found = run(reached, *[True for _ in unused])
-                self._gradients.settle()
+                self._gradients.bring_to_owners()
                 if not accumulate_grad:
                     # (without those of the networks' leaves)
                     own = found[: len(inputs)]
@@ -212,7 +216,7 @@ class ChosenGradients:
             finally:
                 for parameter, gradient in zip(others, before):
                     parameter.grad = gradient
-                self._gradients.settle()
+                self._gradients.bring_to_owners()
         if unused == (False,) and any(gradient is None for gradient in found):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set "

@@ -50,12 +50,12 @@ from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.verification import Check, Verification
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow, LossOfCall, NetworkGraph, compute_whole, place_now
-from lightning_hybrid.remote import Kind, NoMemory, watched
+from lightning_hybrid.remote import NoMemory, RemoteKind, watched
 from lightning_hybrid.stage import Synchronised
 
 
 def why_on_driver() -> str | None:
-    """Why the call that is being made must run on the driver, as a predicate of its module.
+    """Why the present call must run on the driver, as the end of a sentence about the module.
 
     Returns:
         ``None``: stages may compute it.
@@ -86,7 +86,8 @@ class LoggingLater:
         def log_dict(*args: Any, **kwargs: Any) -> None:
             kept.append(("log_dict", args, kwargs))
 
-        self._module, self._kept = module, kept
+        self._module = module
+        self._kept = kept
         # (the same functions in all calls: TorchDynamo's guards compare their identities)
         self._instead: dict[str, Callable[..., None]] = {}
         # only of a LightningModule: in another module, under Fabric, these names are the user's own
@@ -156,11 +157,14 @@ class CapturedCalls:
     """
 
     def __init__(self, module: nn.Module, adoption: Adoption, adopt: Adopt) -> None:
-        self._driver, self._adoption, self._adopt = adoption.driver, adoption, adopt
-        self._options, self._announcements = adoption.options, adoption.announcements
+        self._driver = adoption.driver
+        self._adoption = adoption
+        self._adopt = adopt
+        self._options = adoption.options
+        self._announcements = adoption.announcements
         self._logging_later = LoggingLater(module)
         self._verification = Verification(
-            *(module, self._driver, self._options.verify, self._announcements)
+            module, self._driver, self._options.verify, self._announcements
         )
         self._running = _Running(nullcontext(), None)
 
@@ -220,7 +224,7 @@ class CapturedCalls:
         if torch.is_grad_enabled():
             return nullcontext()
         remote, prefix = self._driver.remote, f"{found.name}." if found.name else ""
-        names = remote.names(Kind.PARAMETER)
+        names = remote.names(RemoteKind.PARAMETER)
         return remote.at_hand([name for name in names if name.startswith(prefix)])
 
     def captured(

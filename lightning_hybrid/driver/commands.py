@@ -6,12 +6,15 @@ to date: it sends changes made here before a command, and marks as stale what th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferred, switches
 from lightning_hybrid.comm.protocol import Command, TakeSwitches, TakeWeights
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import RemoteTensors
 from lightning_hybrid.stage import Engine, LendingLine
+
+T = TypeVar("T")
 
 
 class Workers:
@@ -40,11 +43,12 @@ class Workers:
         # (NCCL would wait for ever for a rank that is gone)
         self._guard = Guard.where_needed(mesh)
         self._in_pass = False  # whether workers may be waiting for an earlier stage of this rank
-        self.passing_now, self.in_step = False, True
+        self.passing_now = False
+        self.in_step = True
         self.before_weights_change: Callable[[], None] = lambda: None
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to one worker, without waiting.
+        """Send a command to one worker, without waiting; some are sent with the next one.
 
         Raises:
             HybridError: a pass is under way in which workers can take none; see :meth:`passing`.
@@ -52,7 +56,9 @@ class Workers:
         self.refuse_in_pass()
         if isinstance(command, TakeWeights):
             self.before_weights_change()
-        self._channels[rank].send(command)
+        channel = self._channels[rank]
+        send = channel.send_with_next if command.goes_with_next else channel.send
+        send(command)
 
     def hear(self, ranks: Iterable[int]) -> list[Answer]:
         """Wait for an answer of each of these workers.
@@ -130,7 +136,8 @@ class Commands:
     """
 
     def __init__(self, workers: Workers, remote: RemoteTensors) -> None:
-        self.workers, self.remote = workers, remote
+        self.workers = workers
+        self.remote = remote
         self._switches: dict[int, object] = {}  # by rank, the settings that it was told
 
     def tell(self, command: Command) -> None:
@@ -161,12 +168,29 @@ class Commands:
             self.remote.outdate(*command.outdates)
             self.workers.send(rank, command)
 
-    @signals_deferred
     def ask(self, command: Command) -> list[Answer]:
         """Send a command to every worker and wait for all answers, in the order of the ranks.
 
         Raises:
             Exception: a worker has failed, now or before; caused by a RemoteError.
         """
+        answers, _ = self.ask_beside(command, lambda: None)
+        return answers
+
+    @signals_deferred
+    def ask_beside(self, command: Command, compute: Callable[[], T]) -> tuple[list[Answer], T]:
+        """Ask like :meth:`ask`, and compute something here while the workers do what it says.
+
+        Args:
+            command: the command.
+            compute: sends none.
+
+        Returns:
+            The answers, and what was computed.
+        """
         self.tell(command)
-        return self.workers.hear(self.workers.ranks)
+        try:
+            mine = compute()
+        finally:  # (an answer that is left would be taken for a later one)
+            answers = self.workers.hear(self.workers.ranks)
+        return answers, mine

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid._trees import Step, children
+from lightning_hybrid._trees import PathStep, children
 from lightning_hybrid.capture import plain
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -63,7 +63,7 @@ def leaves_in(result: Any) -> dict[str, Any]:
 
 
 def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Those of the leaves ``now`` that are not in ``before``, or have another value there."""
+    """The leaves of ``now`` that are missing in ``before``, or have another value there."""
     return {
         path: value
         for path, value in now.items()
@@ -113,7 +113,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(inner, _after(path, step))
 
 
-def _after(path: str, step: Step) -> str:
+def _after(path: str, step: PathStep) -> str:
     """The expression for a part of what ``path`` names, as an attribute or by a key."""
     kind, key = step
     if not path:

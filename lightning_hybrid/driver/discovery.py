@@ -37,8 +37,8 @@ from lightning_hybrid.driver.captured_calls import CapturedCalls, why_on_driver
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import (
     FoundNetwork,
-    State,
-    Watched,
+    ModuleState,
+    WatchedModule,
     count,
     indented,
     inside,
@@ -82,7 +82,9 @@ class Discovery:
         options: DriverOptions,
         plans: dict[str, Plan],
     ) -> None:
-        self._module, self._driver, self._options = module, driver, options
+        self._module = module
+        self._driver = driver
+        self._options = options
         self._adoption = Adoption(driver, mesh, options, plans)
         self._announcements = self._adoption.announcements
         # (not the tensors that a hook has made on this rank alone)
@@ -92,7 +94,7 @@ class Discovery:
         self._hooks = _hooks_of(module)
         self._parameters = dict(module.named_parameters())
         self._calls = CapturedCalls(module, self._adoption, self._adopt)
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, WatchedModule] = {}
         self._captures: list[Capture] = []
         self._ranks = mesh.coordinates.ranks_per_replica
         wanted = self._ranks > 1 or options.stages.compiled
@@ -100,16 +102,20 @@ class Discovery:
         evaluates = not options.trains and options.names is None
         if wanted and not (evaluates and next(module.parameters(), None) is None):
             found = candidates(module, options.names)
-            self._watched = {name: Watched(name, candidate) for name, candidate in found.items()}
+            self._watched = {
+                name: WatchedModule(name, candidate) for name, candidate in found.items()
+            }
             self._watch(self._watched.values())
 
     @property
     def found(self) -> bool:
         """Whether a network was cut (or kept, if that is allowed), or none is looked for."""
-        enough = (State.CUT, State.KEPT) if self._options.automatic else (State.CUT,)
+        enough = (
+            (ModuleState.CUT, ModuleState.KEPT) if self._options.automatic else (ModuleState.CUT,)
+        )
         return self._any(*enough) or not self._watched
 
-    def _any(self, *states: State) -> bool:
+    def _any(self, *states: ModuleState) -> bool:
         """Whether at least one module is in one of these states."""
         return any(watched.state in states for watched in self._watched.values())
 
@@ -128,12 +134,12 @@ class Discovery:
         """
         if self._options.automatic and not self.found:
             for watched in self._watched.values():
-                if watched.state is State.ASIDE:
+                if watched.state is ModuleState.ASIDE:
                     self._keep(watched, watched.reason)
         if not self.found:
             self._refuse()
-        if self._any(State.KEPT) and not self._any(State.CUT):
-            self._driver.settle()
+        if not self._any(ModuleState.CUT) and self._any(ModuleState.KEPT):
+            self._driver.note_no_cut()
 
     def _refuse(self) -> None:
         """Raise NetworkNotFoundError with the reasons of all modules that were called."""
@@ -143,7 +149,7 @@ class Discovery:
             for watched in everything
             if watched.several
         ]
-        for state in (State.EARLY, State.ASIDE, State.KEPT):
+        for state in (ModuleState.EARLY, ModuleState.ASIDE, ModuleState.KEPT):
             told += [(w, w.reason) for w in everything if w.state is state]
         reasons = [f"{watched.name or 'self'!r} {reason}" for watched, reason in told]
         names = self._options.names
@@ -205,7 +211,7 @@ class Discovery:
             self._watch([this])
 
     def _called_first(
-        self, this: Watched, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self, this: WatchedModule, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """Handle the first call of a module, or later ones until it is kept, opened or cut."""
         module = this.module
@@ -221,24 +227,24 @@ class Discovery:
         call = partial(forward, *arguments, **keywords)
         # with one rank nothing is cut or captured
         if self._ranks == 1:
-            this.put(State.CUT)
+            this.put(ModuleState.CUT)
             run = compiled(forward)
             watch(module, this.name, lambda n, m, a, k: run(*a, **k))
             return run(*arguments, **keywords)
         if (aside := why_on_driver()) is not None:
-            return self._call_aside(this, State.ASIDE, aside, watched, call)
+            return self._call_aside(this, ModuleState.ASIDE, aside, watched, call)
         if self._is_too_early(module):
             early = (
                 f"was called without gradients only ({place_now()}), as re-entrant activation "
                 "checkpointing around it does: give the strategy recompute=True instead"
             )
-            return self._call_aside(this, State.EARLY, early, watched, call)
-        this.put(State.UNSEEN)
+            return self._call_aside(this, ModuleState.EARLY, early, watched, call)
+        this.put(ModuleState.UNSEEN)
         if self._is_kept_unseen(this):
             return call()
         found = self._prepare(this, forward, whole=True)
         outer = this.name.rpartition(".")[0]
-        called = [w for w in everything if w.state is not State.UNSEEN]
+        called = [w for w in everything if w.state is not ModuleState.UNSEEN]
         beside = [w for w in called if w.name.rpartition(".")[0] == outer]
         if len(beside) == 1 and (apart := self._called_apart(this.name)):  # said with the second
             self._announcements.say(found, f"{apart}.")
@@ -249,7 +255,7 @@ class Discovery:
             reason = error.reason
             if error.by_its_kind:
                 aside = f"is not captured in its first calls: {reason}"
-                return self._call_aside(this, State.ASIDE, aside, watched, call)
+                return self._call_aside(this, ModuleState.ASIDE, aside, watched, call)
         this.several = indented(_hooks_first(module, reason))
         inner.remove(this)
         if any(len(layers(part.module)) >= self._ranks for part in inner):
@@ -286,7 +292,7 @@ class Discovery:
         The outer module is not cut too, since two networks would then own the same weights.
         """
         parts = set(map(id, module.modules())) - {id(module)}
-        cut = (w.module for w in self._watched.values() if w.state is State.CUT)
+        cut = (w.module for w in self._watched.values() if w.state is ModuleState.CUT)
         return any(id(part) in parts for part in cut)
 
     def _is_too_early(self, module: nn.Module) -> bool:
@@ -303,10 +309,10 @@ class Discovery:
 
     def _call_aside(
         self,
-        this: Watched,
-        state: State,
+        this: WatchedModule,
+        state: ModuleState,
         reason: str,
-        watched: Sequence[Watched],
+        watched: Sequence[WatchedModule],
         call: Callable[[], Any],
     ) -> Any:
         """Run a call on the driver, whole; a later call may be cut.
@@ -325,7 +331,7 @@ class Discovery:
         finally:
             self._watch(watched)
 
-    def _is_kept_unseen(self, this: Watched) -> bool:
+    def _is_kept_unseen(self, this: WatchedModule) -> bool:
         """Keep a module on the driver if that is clear without a capture. Returns whether it is."""
         named = this.module.named_modules()
         scripted = [name for name, part in named if isinstance(part, torch.jit.ScriptModule)]
@@ -336,7 +342,9 @@ class Discovery:
             self._keep(this, f"has a part that is compiled by TorchScript ({scripted[0]!r})")
         return bool(scripted)
 
-    def _prepare(self, this: Watched, forward: Callable[..., Any], *, whole: bool) -> FoundNetwork:
+    def _prepare(
+        self, this: WatchedModule, forward: Callable[..., Any], *, whole: bool
+    ) -> FoundNetwork:
         """Set up the capture of calls of a module, as one graph (``whole``) or as a chain."""
         name, module = this.name, this.module
         prefix = f"{name}." if name else ""
@@ -353,7 +361,10 @@ class Discovery:
         divides = self._options.microbatches != 1
         draws = not self._driver.calls.follows
         found.capture = Capture(
-            *(module, forward, run, shared),
+            module,
+            forward,
+            run,
+            shared,
             whole=whole,
             divides=divides,
             draws=draws,
@@ -367,28 +378,30 @@ class Discovery:
         if not found.driven:  # (further graphs are captured in later calls, which show no progress)
             self._announcements.doing(found, "looking whether samples meet in")
 
-    def _open(self, this: Watched, found: FoundNetwork, parts: Sequence[Watched]) -> None:
+    def _open(
+        self, this: WatchedModule, found: FoundNetwork, parts: Sequence[WatchedModule]
+    ) -> None:
         """Let a module run its own Python from here on, and watch the modules that it calls."""
-        this.put(State.OPENED)
+        this.put(ModuleState.OPENED)
         self._driver.have_here(this.module)
         self._announcements.runs_its_own_python(found, this.several)
         self._watch(parts)
 
-    def _watch(self, modules: Iterable[Watched]) -> None:
+    def _watch(self, modules: Iterable[WatchedModule]) -> None:
         for watched in modules:
             watch(watched.module, watched.name, self._called)
 
     def _stays(self, name: str, reason: str) -> None:
         """Note that a graph stays on the driver; so does its network, unless another one is cut."""
-        if self._watched[name].state not in (State.KEPT, State.CUT):
-            self._watched[name].put(State.KEPT, reason)
+        if self._watched[name].state not in (ModuleState.KEPT, ModuleState.CUT):
+            self._watched[name].put(ModuleState.KEPT, reason)
 
-    def _keep(self, this: Watched, reason: str, *, quiet: bool = False) -> None:
+    def _keep(self, this: WatchedModule, reason: str, *, quiet: bool = False) -> None:
         """Leave a network on the driver, whole."""
         if not quiet and not self._opened:
             alone = not self._others_can_be_cut(this.name)
             self._announcements.stays(this.name, this.module, reason, alone=alone)
-        this.put(State.KEPT, reason)
+        this.put(ModuleState.KEPT, reason)
         self._driver.keep(this.module)
         unwatch(this.module)
 
@@ -422,7 +435,7 @@ class Discovery:
         is_part = any(inside(name, outer) for outer in self._opened)
         call = self._adoption.adopt(found, graph, partitions, values, is_part=is_part)
         self._require_hooks_of_all_ranks()
-        self._watched[name].put(State.CUT)
+        self._watched[name].put(ModuleState.CUT)
         if found.whole:  # (a submodule that it does not use may be called by itself)
             owned = call.network.tensors()
             inner = (w for n, w in self._watched.items() if inside(n, name) and n != name)
@@ -467,7 +480,7 @@ class Discovery:
 
     def _others_can_be_cut(self, name: str) -> bool:
         """Whether a network is cut, or one beside this has as many layers as there are ranks."""
-        return self._any(State.CUT) or any(
+        return self._any(ModuleState.CUT) or any(
             len(layers(other.module)) >= self._ranks
             for other in self._watched.values()
             if not inside(other.name, name) and not inside(name, other.name)

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import (
     CallKey,
+    CallPrecision,
     Inside,
-    Precision,
     TensorSpec,
     signals_deferred,
 )
-from lightning_hybrid.comm.protocol import Backward, Commit, Forward, Free
+from lightning_hybrid.comm.protocol import Backward, CommitEarlyForward, Forward, FreeCall
 from lightning_hybrid.driver.commands import Commands
-from lightning_hybrid.driver.microbatches import Numbers, Specialization
+from lightning_hybrid.driver.microbatches import NumbersOfMicrobatches, Specialization
 from lightning_hybrid.driver.step_calls import StepCalls
-from lightning_hybrid.driver.streamed_calls import Batches, Stream
+from lightning_hybrid.driver.streamed_calls import Batches, EarlyCalls
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph
-from lightning_hybrid.remote import Kind, read_now
+from lightning_hybrid.remote import RemoteKind, read_now
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     Call,
@@ -97,10 +97,13 @@ class DrivenNetwork(StagedNetwork):
         continues: bool,
     ) -> None:
         super().__init__(number, name, module, engine)
-        self.placement, self._continues = engine.placement, continues
+        self.placement = engine.placement
+        self._continues = continues
         self._has_copy = self.placement.collects
-        self._commands, self._borrowing = parts.commands, parts.borrowing
-        self._gradients, self._step_calls = parts.gradients, parts.calls
+        self._commands = parts.commands
+        self._borrowing = parts.borrowing
+        self._gradients = parts.gradients
+        self._step_calls = parts.calls
         self._graphs: list[NetworkGraph] = []
         self._numbers: dict[CallKey, int] = {}
         self._patterns: dict[tuple[Any, ...], int] = {}
@@ -114,11 +117,12 @@ class DrivenNetwork(StagedNetwork):
         # view saves nothing and so survives any number of backward passes.
         self.leaf = torch.zeros((), requires_grad=True)
         self._anchor = self.leaf.view_as(self.leaf)
-        self.age, self.scaled = 0, parts.scaled
+        self.age = 0
+        self.scaled = parts.scaled
         self._early_numbers: dict[CallKey, int] = {}  # numbers of new keys of launched calls
-        self.stream: Stream | None = None
+        self.stream: EarlyCalls | None = None
         if self.placement.schedule in STREAMED:
-            self.stream = Stream(self, parts.commands, parts.batches)
+            self.stream = EarlyCalls(self, parts.commands, parts.batches)
 
     def specialize(self, graph: NetworkGraph, parts: int) -> Specialization:
         """Register a captured graph of the network, of which all ranks have their stages.
@@ -197,7 +201,7 @@ class DrivenNetwork(StagedNetwork):
         commits = launched is not None and bool(graph.written)
         if commits:
             # now is the turn of a call that ran ahead: put what it has written into the buffers
-            self._commands.tell(Commit(self.number, call.number))
+            self._commands.tell(CommitEarlyForward(self.number, call.number))
         try:
             with self._commands.workers.passing(self.engine):
                 outputs = self.engine.forward(call, slices, ends)
@@ -264,15 +268,23 @@ class DrivenNetwork(StagedNetwork):
             usual = reduce and ours and trainable is None and not keep
             averaged, call.averages = self._gradients.take_inside(factor if usual else None), False
         mode = Backward(
-            *(self.number, call.number, pattern, exchange, parameters, keep, input_gradient),
-            *(reduce and not averaged, trainable, averaged),
+            network=self.number,
+            call=call.number,
+            pattern=pattern,
+            exchange=exchange,
+            parameters=parameters,
+            keep=keep,
+            input_gradient=input_gradient,
+            reduce=reduce and not averaged,
+            trainable=trainable,
+            averaged=averaged,
         )
         self._commands.tell(mode)
         self._told(trainable or was)
         if not keep:
             self.calls.pop(call.number, None)
         if parameters and not reduce:
-            self._gradients.unsettled.add(self.number)
+            self._gradients.unaveraged.add(self.number)
         with self._commands.workers.passing(self.engine):
             found = self.engine.backward(call, mode, gradients, factor)
         # (only after a pass that went well: one that fails tells stages that nothing has gradients)
@@ -316,8 +328,16 @@ class DrivenNetwork(StagedNetwork):
         early = ahead > 0
         new_key = key if exchange else None
         command = Forward(
-            *(self.number, self._count, draw, number, exchange, uses_rng, early),
-            *(new_key, again is not None, averages),
+            network=self.number,
+            call=self._count,
+            draw=draw,
+            key=number,
+            exchange=exchange,
+            uses_rng=uses_rng,
+            ahead=early,
+            new_key=new_key,
+            again=again is not None,
+            averages=averages,
         )
         return self.open(command), command
 
@@ -336,7 +356,7 @@ class DrivenNetwork(StagedNetwork):
             self._borrowing.refresh(grad=grad)
         remote.changed |= bool(graph.written)
         if graph.writes_parameters:
-            remote.outdate(Kind.PARAMETER)
+            remote.outdate(RemoteKind.PARAMETER)
 
     def _told(self, trainable: tuple[bool, ...]) -> None:
         """Note which parameters workers give gradients, if this rank has a copy of their stage.
@@ -363,13 +383,13 @@ class DrivenNetwork(StagedNetwork):
     def _free(self, number: int) -> None:
         """Drop what all ranks keep for the backward of a call."""
         if self.calls.pop(number, None) is not None:
-            self._commands.tell(Free(self.number, number))
+            self._commands.tell(FreeCall(self.number, number))
 
     def _key(
         self,
         specialization: int,
         slices: Sequence[Sequence[Tensor]],
-        numbers: Numbers,
+        numbers: NumbersOfMicrobatches,
         grad: bool,
         continues: bool,
         inside: Inside = "",
@@ -377,7 +397,7 @@ class DrivenNetwork(StagedNetwork):
         specs = tuple(
             tuple(TensorSpec.of(tensor, gradient=grad) for tensor in leaves) for leaves in slices
         )
-        precision = Precision.current(self.engine.device)
+        precision = CallPrecision.current(self.engine.device)
         # (all that decides what is sent and how stages compute; a known key is sent as a number)
         training, trainable = self.module.training, self.trainable()
         return CallKey(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -10,7 +10,14 @@ from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.comm import Mesh, Precision, TensorSpec, gather_objects, signals_deferred
+from lightning_hybrid.comm import (
+    Answer,
+    CallPrecision,
+    Mesh,
+    TensorSpec,
+    gather_objects,
+    signals_deferred,
+)
 from lightning_hybrid.comm.protocol import (
     ClipNorm,
     ClipValues,
@@ -18,7 +25,7 @@ from lightning_hybrid.comm.protocol import (
     Hyperparameters,
     OptimizerCommand,
     OutlineStates,
-    Step,
+    StepOptimizer,
     TakeOptimizers,
     Unscale,
     ZeroGrad,
@@ -35,8 +42,8 @@ from lightning_hybrid.remote import is_unread, materialize
 from lightning_hybrid.state import (
     OtherReplicas,
     Owned,
-    Replicas,
-    States,
+    ReplicaOfState,
+    StatesByName,
     StateShares,
     complete,
     gather_states,
@@ -49,6 +56,8 @@ from lightning_hybrid.state import (
     total_norm,
     unscale,
 )
+
+T = TypeVar("T")
 
 
 class DrivenOptimizers:
@@ -80,7 +89,8 @@ class DrivenOptimizers:
         files: FilesOfWorkers,
         options: DriverOptions,
     ) -> None:
-        self._module, self._say = module, options.say
+        self._module = module
+        self._say = options.say
         # of the parameters that all ranks have (not of those that a hook adds on this rank)
         self._parameters = {
             name: p
@@ -89,16 +99,20 @@ class DrivenOptimizers:
         }
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._device = commands.remote.device
-        self._commands, self._ownership, self._gradients = commands, ownership, gradients
+        self._commands = commands
+        self._ownership = ownership
+        self._gradients = gradients
         self._files = files
         self.optimizers: list[Optimizer] = []
         self._links: list[OptimizerLink] = []
-        self._precision: Precision | None = None  # the one that was last sent to the workers
-        self.streamed_by, self._stays = "", ""
+        self._precision: CallPrecision | None = None  # the one that was last sent to the workers
+        self.streamed_by = ""
+        self._stays = ""
         self.before_step: Callable[[], None] = lambda: None
-        self._mesh, self._replica = mesh, mesh.coordinates.dp_rank
+        self._mesh = mesh
+        self._replica = mesh.coordinates.dp_rank
         self._all_here = not commands.workers.ranks
-        replicas, self._replica_of = mesh.coordinates.replicas, Replicas()
+        replicas, self._replica_of = mesh.coordinates.replicas, ReplicaOfState()
         self._shares: StateShares | None = None
         self._others: OtherReplicas | None = None
         if options.shards and replicas > 1:
@@ -116,7 +130,8 @@ class DrivenOptimizers:
             self.optimizers = list(optimizers)  # workers step none, or they are connected already
             return
         self.close()
-        self.optimizers, self._links = list(optimizers), []
+        self.optimizers = list(optimizers)
+        self._links = []
         self._links = [
             OptimizerLink(optimizer, self._names, index, self, self._others)
             for index, optimizer in enumerate(optimizers)
@@ -240,7 +255,8 @@ class DrivenOptimizers:
         """After the run: what still refers to this object keeps no states alive."""
         for link in self._links:
             link.forget()
-        self.optimizers, self._links = [], []
+        self.optimizers = []
+        self._links = []
 
     # -------------------------------------------- what an optimizer link asks for, and states
 
@@ -254,8 +270,10 @@ class DrivenOptimizers:
         """
         self.before_step()
         if self._ownership.any_network:  # else nobody would hear of the precision
-            precision = Precision.current(self._device)
-            self._tell(Step(index, changed, None if precision == self._precision else precision))
+            precision = CallPrecision.current(self._device)
+            self._tell(
+                StepOptimizer(index, changed, None if precision == self._precision else precision)
+            )
             self._precision = precision
         if self._shares is not None:
             self._shares.exchange()
@@ -280,10 +298,10 @@ class DrivenOptimizers:
             self._commands.remote.release_gradients(known)
         self._tell(ZeroGrad(index, set_to_none))
 
-    def settle(self) -> None:
+    def bring_gradients_to_owners(self) -> None:
         """Bring all gradients to the owners of their parameters, before they are used."""
-        self._gradients.settle()
-        self._ownership.settle()
+        self._gradients.bring_to_owners()
+        self._ownership.add_copied_gradients()
 
     def state(self, index: int) -> dict[str, dict[str, Any]]:
         """The state of an optimizer that the workers have, by parameter name.
@@ -367,7 +385,7 @@ class DrivenOptimizers:
             left.append({**state, "state": mine})
         return {**checkpoint, "optimizer_states": left}
 
-    def _states_of_others(self, link: OptimizerLink) -> States:
+    def _states_of_others(self, link: OptimizerLink) -> StatesByName:
         """The states that other replicas have, by name of the parameter (collective over drivers).
 
         The driver of replica 0 gets them.
@@ -482,51 +500,65 @@ class DrivenOptimizers:
         Raises:
             RuntimeError: the norm is not finite, and ``finite``; nothing was scaled.
         """
-        index = self._index(optimizer)
-        self._commands.remote.flush()
-        with as_they_are():
+        index, max_norm, order = self._index(optimizer), float(max_norm), float(order)
+        parameters = parameters_of(optimizer)
+
+        def compute() -> tuple[Tensor, Tensor]:
             # one norm per parameter, not per rank, so that they are added up as on one device
-            known, others = list[Parameter](), list[Parameter]()
-            for parameter in parameters_of(optimizer):
-                (known if id(parameter) in self._names else others).append(parameter)
-            norms, driver_only = [gradient_norms(known, order)], gradient_norms(others, order)
-        if self._ownership.any_network:
-            self._ship_new_groups(index)
-            for answer in self._commands.ask(GradientNorm(index, order)):
-                norms += [norm for _, norm in answer.tensors]
+            known = [p for p in parameters if id(p) in self._names]
+            others = [p for p in parameters if id(p) not in self._names]
+            with as_they_are():
+                return gradient_norms(known, order), gradient_norms(others, order)
+
+        answers, (mine, driver_only) = self._beside(GradientNorm(index, order), compute)
+        norms = [mine, *(norm for answer in answers for _, norm in answer.tensors)]
         total = total_norm(norms, driver_only, order)
         if finite and not total.isfinite():
             raise RuntimeError(
                 f"The total norm of order {order} for gradients is {total.item()}, so it cannot be "
                 "clipped. To scale the gradients all the same, give error_if_nonfinite=False."
             )
-        self._tell(ClipNorm(index, max_norm, total))
+        self._tell(ClipNorm(index, max_norm, total.item(), total.dtype))
         with as_they_are():
-            nn.utils.clip_grads_with_norm_(parameters_of(optimizer), max_norm, total)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
     @signals_deferred
     def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
-        """Multiply the gradients of all stages with ``factor``.
+        """Multiply the gradients of all stages by ``factor``.
 
         Returns:
             Whether a gradient is not finite; the same on all replicas, since gradients are averages
             over all of them.
         """
-        index = self._index(optimizer)
-        self._commands.remote.flush()
-        answers = []
+
+        def compute() -> bool:
+            with as_they_are():
+                return unscale(gradients_of(optimizer), factor)
+
+        command = Unscale(self._index(optimizer), factor.item())
+        answers, mine = self._beside(command, compute)
+        return mine or any(answer.holds for answer in answers)
+
+    def _beside(
+        self, command: OptimizerCommand, compute: Callable[[], T]
+    ) -> tuple[list[Answer], T]:
+        """Have the workers carry out a command about an optimizer, and compute something meanwhile.
+
+        Before the first network is cut none is asked, as by :meth:`_tell`.
+
+        Returns:
+            Their answers, and what was computed.
+        """
         if self._ownership.any_network:
-            self._ship_new_groups(index)
-            answers = self._commands.ask(Unscale(index, factor.cpu()))
-        remote = [answer.value for answer in answers]
-        with as_they_are():
-            # (a list, so that gradients here are scaled even if a worker's are not finite)
-            return any([unscale(gradients_of(optimizer), factor), *remote])
+            self._ship_new_groups(command.optimizer)
+            return self._commands.ask_beside(command, compute)
+        self._commands.remote.flush()
+        return [], compute()
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
         """Clamp the gradients of all stages to [-bound, bound]."""
-        self._tell(ClipValues(self._index(optimizer), bound))
+        self._tell(ClipValues(self._index(optimizer), float(bound)))
         with as_they_are():
             nn.utils.clip_grad_value_(parameters_of(optimizer), bound)
 

@@ -44,7 +44,7 @@ from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import StageCode
-from lightning_hybrid.remote import RemoteTensors, View, is_deferred, materialize, views_of
+from lightning_hybrid.remote import RemoteTensors, ViewInMemory, is_deferred, materialize, views_of
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     ReplicaGroup,
@@ -99,7 +99,10 @@ class Driver:
         before: "Driver | None" = None,
     ) -> None:
         here = mesh.coordinates
-        self._module, self._mesh, self.device, self._options = module, mesh, mesh.device, options
+        self._module = module
+        self._mesh = mesh
+        self.device = mesh.device
+        self._options = options
         # the parts of now, by whose names workers know their tensors
         self._start = start = outline(module)
         # names of the parameters that stay with their owners after the run, for lack of room
@@ -110,12 +113,12 @@ class Driver:
         known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         # in the order of dependence: proxies ask the ownership, commands flush the proxies first,
         # and the parts after these send commands only
-        self._workers, unsettled = Workers(mesh), set[int]()
-        self._ownership = Ownership(self._workers, unsettled)
+        self._workers, unaveraged = Workers(mesh), set[int]()
+        self._ownership = Ownership(self._workers, unaveraged)
         self.remote = RemoteTensors(self._ownership, self.device)
         self.commands = Commands(self._workers, self.remote)
         self._files = files = FilesOfWorkers(self.commands, options.folder, here)
-        self._borrowing = Borrowing(self.commands, self._ownership, unsettled)
+        self._borrowing = Borrowing(self.commands, self._ownership, unaveraged)
         self._replicated = Replicated(
             module, start, mesh.data_parallel, self.device, mesh.survivors
         )
@@ -123,18 +126,29 @@ class Driver:
         self.calls: StepCalls = before.calls if before else new_calls(self.device)
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
-            *(module, start, known, here, self.commands, self._ownership, self._replicated, files)
+            module,
+            start,
+            known,
+            here,
+            self.commands,
+            self._ownership,
+            self._replicated,
+            files,
         )
         self.gradients = ReplicaGradients(
-            *(self.commands, self._borrowing, self._replicated, unsettled),
-            *(mesh.survivors, mesh.drivers),
+            self.commands,
+            self._borrowing,
+            self._replicated,
+            unaveraged,
+            survivors=mesh.survivors,
+            drivers=mesh.drivers,
         )
         self.optimizers = DrivenOptimizers(
-            *(start, mesh, self.commands, self._ownership, self.gradients, files, options)
+            start, mesh, self.commands, self._ownership, self.gradients, files, options
         )
         self._shards = options.shards and here.replicas > 1
         hooks = HeldHooks(
-            self._networks, self.commands, self.gradients.settle, served=options.served
+            self._networks, self.commands, self.gradients.bring_to_owners, served=options.served
         )
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         # (only buffers that a training step reads must be the same on all replicas in training)
@@ -143,7 +157,11 @@ class Driver:
         self._synchronized: bool = before is None or before._synchronized
         self._after = AfterRun(start, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
-            *(self.commands, self._borrowing, self.gradients, self.calls, batches or Batches()),
+            commands=self.commands,
+            borrowing=self._borrowing,
+            gradients=self.gradients,
+            calls=self.calls,
+            batches=batches or Batches(),
             scaled=options.scaled,
         )
 
@@ -252,16 +270,16 @@ class Driver:
         if self._options.share:
             self._replicated.rest.broadcast_weights()
 
-    def settle(self) -> None:
+    def note_no_cut(self) -> None:
         """Register that no network will be cut: all parameters are the driver's own."""
-        self._replicated.settle()
+        self._replicated.note_no_cut()
         self.optimizers.stay_here()
 
     def _take_charge(
         self,
         driven: DrivenNetwork,
         remote: Mapping[int, tuple[str, ...]],
-        views: Sequence[View],
+        views: Sequence[ViewInMemory],
     ) -> None:
         """Tell the parts of the driver which rank owns which tensors of a distributed network.
 
@@ -308,14 +326,14 @@ class Driver:
     def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
         """Broadcast the weights of replica 0, since each has made its own."""
         # workers are told first: each rank joins the broadcast of its own stages at the same time
-        self.commands.tell(protocol.Share(network))
+        self.commands.tell(protocol.ShareWeights(network))
         replica_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
 
     # ------------------------------------------------------------------ a step
 
     def begin_step(self, batch: int, *, whole: bool = True) -> None:
-        """Prepare for a `training_step`: count calls of networks anew, and synchronize buffers.
+        """Prepare for a `training_step`: count calls of networks from 0, and synchronize buffers.
 
         Args:
             batch: how many training batches the run has seen before.
@@ -344,7 +362,7 @@ class Driver:
         """
         failure = None
         try:
-            self.commands.ask(protocol.Check())
+            self.commands.ask(protocol.GiveFailure())
         except Exception as error:
             failure = error
         # called where nothing has failed too: the drivers of the other replicas wait in it
@@ -455,7 +473,7 @@ class Driver:
     @signals_deferred
     def reports(self, name: str) -> list[Any]:
         """The answers of all workers, in the order of their ranks, to the report of this name."""
-        return [answer.value for answer in self.commands.ask(protocol.Report(name))]
+        return [answer.value for answer in self.commands.ask(protocol.GiveReport(name))]
 
     # ------------------------------------------------------------------ the end
 
@@ -474,7 +492,7 @@ class Driver:
         They are mapped from files of the workers. Where these cannot be read, the tensors are sent,
         if all ranks have room for them; else each rank keeps what it owns, and the user is told.
         """
-        self._ownership.settle()
+        self._ownership.add_copied_gradients()
         if self._after.map_tensors():
             return
         if lacking := self._after.lacking(self.device, self.optimizers.optimizers):

@@ -19,12 +19,13 @@ from lightning_hybrid.graph import NetworkGraph, compute_whole, network_partitio
 from lightning_hybrid.planning import CalledNetwork
 
 
-class LookAhead:
+class ForeseenCalls:
     """Captures the networks that a copy of a module calls.
 
     Args:
         module: the copy, with all of its weights on one device.
         names: names of the modules that are networks; None: they are found by their calls.
+        shares: whether to look for a loss of which each micro-batch has a share.
 
     Attributes:
         seen: the networks that were called, in the order of their first calls.
@@ -34,7 +35,10 @@ class LookAhead:
         NetworkNotFoundError: there is no module with parameters, or of a name that the user gave.
     """
 
-    def __init__(self, module: nn.Module, names: Iterable[str] | None) -> None:
+    def __init__(
+        self, module: nn.Module, names: Iterable[str] | None, *, shares: bool = False
+    ) -> None:
+        self._shares = shares
         self.seen: list[CalledNetwork] = []
         self.problems: list[str] = []
         self._captures: list[Capture] = []
@@ -63,7 +67,7 @@ class LookAhead:
         forward = own_forward(module)
         drop_hooks(module, of=("lightning.pytorch.profilers", "pytorch_lightning.profilers"))
 
-        def run(graph: NetworkGraph, values: Sequence[Any]) -> Sequence[Any]:
+        def run(graph: NetworkGraph, values: Sequence[Any], *_: object) -> Sequence[Any]:
             problem = why_not_cut(graph)
             if problem is None:
                 # (detached, since these inputs are kept until planning, longer than this step)
@@ -76,7 +80,7 @@ class LookAhead:
                 self.problems.append(f"{name or 'self'!r} {problem}")
             return compute_whole(graph, values)
 
-        self._captures.append(Capture(module, forward, run))
+        self._captures.append(Capture(module, forward, run, shares=self._shares))
         try:
             with own_saved_tensors():
                 return self._captures[-1](arguments, keywords)

@@ -71,7 +71,7 @@ class FoundNetwork:
         return those[0] if those else None
 
 
-class State(Enum):
+class ModuleState(Enum):
     """The state of a module that may be a network, or contain one."""
 
     UNSEEN = auto()
@@ -89,7 +89,7 @@ class State(Enum):
 
 
 @dataclass(eq=False)
-class Watched:
+class WatchedModule:
     """A module whose calls are intercepted, to decide in the first ones whether it is cut.
 
     Attributes:
@@ -102,13 +102,14 @@ class Watched:
 
     name: str
     module: nn.Module
-    state: State = State.UNSEEN
+    state: ModuleState = ModuleState.UNSEEN
     reason: str = ""
     several: str = ""
 
-    def put(self, state: State, reason: str = "") -> None:
+    def put(self, state: ModuleState, reason: str = "") -> None:
         """Set the state, and the reason for it."""
-        self.state, self.reason = state, reason
+        self.state = state
+        self.reason = reason
 
 
 def is_materialized(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ backward follows it.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from lightning_hybrid._torch.late import Late
 from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.microbatches import Specialization
-from lightning_hybrid.driver.outputs import join, refuse_backward, split_gradients
+from lightning_hybrid.driver.outputs import join_outputs, refuse_backward, split_gradients
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import LossOfCall, NetworkGraph, Rows, joined, place_now
 from lightning_hybrid.schedules import INSIDE
@@ -39,8 +39,6 @@ def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
     placement, engine = network.placement, network.engine
     if graph.no_shares:
         return graph.no_shares
-    if len({*placement.devices}) < len(placement.devices):
-        return "a device has several stages"
     # (a backward has parts of other replicas then, whose losses may get other gradients)
     if engine.synchronises:
         return "batch statistics are those of all replicas, whose losses may have other factors"
@@ -53,6 +51,7 @@ class InsideCalls:
     Args:
         network: the network.
         specialization: the graph.
+        say: tells the user why the backwards of a call do not run inside of it.
 
     Attributes:
         network: see above.
@@ -61,8 +60,13 @@ class InsideCalls:
         factor: the gradient of the loss that came last, by the scale of losses; ``None``: none has.
     """
 
-    def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
-        self.network, self.specialization = network, specialization
+    def __init__(
+        self,
+        network: DrivenNetwork,
+        specialization: Specialization,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.network, self.specialization, self._say = network, specialization, say
         self.read: set[int] = set()
         self.factor: Tensor | None = None
         self._suits = not why_not_inside(network, specialization.graph)
@@ -71,8 +75,11 @@ class InsideCalls:
         """Whether backwards can run inside of a call on these tensors."""
         if loss is None or not self._suits or self.network.anchor() is None:
             return False
-        learns = loss.learns or any(leaf.requires_grad for leaf in leaves)
-        return not learns and len(self.specialization.samples(leaves)) > 1
+        if loss.learns or any(leaf.requires_grad for leaf in leaves):
+            self._say("an input of it, or a weight of its loss, wants a gradient")
+            self._say = lambda _: None  # (once)
+            return False
+        return len(self.specialization.samples(leaves)) > 1
 
     def __call__(self, leaves: Sequence[Tensor], loss: LossOfCall, *, keep: bool) -> list[Tensor]:
         """Make a call, and give the loss its value.
@@ -85,7 +92,7 @@ class InsideCalls:
         Returns:
             The outputs of the graph.
         """
-        run = _Run(self, leaves, loss, keep=keep)
+        run = _InsideCall(self, leaves, loss, keep=keep)
         loss.value, *outputs = _InsideNode.apply(self.network.anchor(), run)  # type: ignore[no-untyped-call]
         return list(outputs)
 
@@ -107,8 +114,8 @@ class InsideCalls:
         return torch.ones((), dtype=torch.float64, device=self.network.engine.device)
 
 
-class _Run:
-    """One call.
+class _InsideCall:
+    """One call of a network whose backwards run inside of its forward.
 
     Args:
         calls: see :class:`InsideCalls`.
@@ -131,7 +138,9 @@ class _Run:
     def __init__(
         self, calls: InsideCalls, leaves: Sequence[Tensor], loss: LossOfCall, *, keep: bool
     ) -> None:
-        self.calls, self.loss, self._leaves = calls, loss, leaves
+        self.calls = calls
+        self.loss = loss
+        self._leaves = leaves
         self.samples = calls.specialization.samples(leaves)
         self.expected = calls.expected()
         count = len(calls.specialization.graph.tensor_outputs)
@@ -194,7 +203,7 @@ class _Run:
         if index not in self._made:
             with torch.no_grad():
                 _, parts = self.again(grad=False)
-            outputs = join(parts, self.calls.specialization.graph)
+            outputs = join_outputs(parts, self.calls.specialization.graph)
             self._made |= {number: outputs[number] for number in self.calls.read}
         return self._made[index]
 
@@ -221,7 +230,7 @@ class _Run:
         return call, detached
 
     def _state_now(self) -> tuple[Any, ...]:
-        """What outputs depend on."""
+        """Versions and modes on which outputs depend, to see whether they have changed."""
         network = self.calls.network
         with as_they_are():
             here = [own.specializations[0].parameters() for own in network.engine.owned]
@@ -239,7 +248,7 @@ class _InsideNode(torch.autograd.Function):
     """The node in autograd's graph for one such call."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, run: _Run) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, run: _InsideCall) -> tuple[Tensor, ...]:
         with forward_derivatives():
             value, *outputs = run.forward()
         ctx.run = run
@@ -251,7 +260,7 @@ class _InsideNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        run: _Run = ctx.run
+        run: _InsideCall = ctx.run
         network, keep = run.calls.network, graph_is_kept()
         refuse_backward(network, run.call, gradients)
         of_loss, *of_outputs = gradients
@@ -263,7 +272,8 @@ class _InsideNode(torch.autograd.Function):
         elif of_loss is not None:
             came = of_loss.reshape(()).to(run.expected.dtype)
             network.backward(
-                *(run.call, [[]]),
+                run.call,
+                [[]],
                 parameters=parameters,
                 keep=keep,
                 input_gradient=False,
@@ -277,7 +287,11 @@ class _InsideNode(torch.autograd.Function):
 
 
 def _go_back_again(
-    run: _Run, of_loss: Tensor | None, of_outputs: Sequence[Tensor | None], *, parameters: bool
+    run: _InsideCall,
+    of_loss: Tensor | None,
+    of_outputs: Sequence[Tensor | None],
+    *,
+    parameters: bool,
 ) -> None:
     """Go back through a call whose outputs have gradients too: what is aside is of the loss alone.
 
@@ -290,7 +304,9 @@ def _go_back_again(
     graph, network = run.calls.specialization.graph, run.calls.network
     call, parts = run.again(grad=True)
     call.averages = run.call.averages  # (replicas agree once about what the first one has left)
-    leaves = [leaf.requires_grad_(learns) for leaf, learns in zip(join(parts, graph), run.learns)]
+    leaves = [
+        leaf.requires_grad_(learns) for leaf, learns in zip(join_outputs(parts, graph), run.learns)
+    ]
     found: dict[int, Tensor | None] = {}
     if of_loss is not None:
         share = run.loss.share(leaves, [sum(run.samples)])
@@ -302,7 +318,8 @@ def _go_back_again(
         both = [g for g in (found.get(id(leaf)), of_output) if g is not None]
         together.append(sum(both[1:], both[0]) if both else None)
     network.backward(
-        *(call, split_gradients(together, run.samples, graph)),
+        call,
+        split_gradients(together, run.samples, graph),
         parameters=parameters,
         keep=False,
         input_gradient=False,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_hybrid.graph import NetworkGraph, fits
 
-Numbers = tuple[tuple[int | float, ...], ...]
+NumbersOfMicrobatches = tuple[tuple[int | float, ...], ...]
 """Per micro-batch, the values of the graph's numbers, which follow from the sizes of its inputs."""
 
 
@@ -21,10 +21,14 @@ class Specialization:
     """
 
     def __init__(self, number: int, graph: NetworkGraph, parts: int) -> None:
-        self.number, self.graph, self._parts = number, graph, parts
-        self._splits: dict[tuple[torch.Size, ...], tuple[int, Numbers, list[int]]] = {}
+        self.number = number
+        self.graph = graph
+        self._parts = parts
+        self._splits: dict[
+            tuple[torch.Size, ...], tuple[int, NumbersOfMicrobatches, list[int]]
+        ] = {}
 
-    def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], Numbers]:
+    def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], NumbersOfMicrobatches]:
         """The inputs of each micro-batch, and the values of the graph's numbers in it."""
         parts, numbers, _ = self._known(leaves)
         return self.graph.split(leaves, parts), numbers
@@ -33,7 +37,7 @@ class Specialization:
         """The number of samples of each micro-batch of a call."""
         return self._known(leaves)[2]
 
-    def _known(self, leaves: Sequence[Tensor]) -> tuple[int, Numbers, list[int]]:
+    def _known(self, leaves: Sequence[Tensor]) -> tuple[int, NumbersOfMicrobatches, list[int]]:
         """The number of parts of a batch, their numbers and samples; cached by input shapes."""
         shapes = tuple([leaf.shape for leaf in leaves])
         known = self._splits.get(shapes)

@@ -197,7 +197,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other))
 
 
-Rows = Callable[[Tensor], Tensor]
+ChooseSamples = Callable[[Tensor], Tensor]
 """Chooses samples of a tensor whose first dimension is the batch."""
 
 
@@ -205,7 +205,8 @@ class RandomStates:
     """The states of Python's and NumPy's random generators at the time when it is made."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -254,7 +255,9 @@ class ModuleCopy:
         *,
         writes: bool = False,
     ) -> None:
-        self._root, self._origin, self._writes = root, module, writes
+        self._root = root
+        self._origin = module
+        self._writes = writes
         weights = {id(p): p for p in (*root.parameters(), *module.parameters())}
         # `deepcopy` takes objects in its memo as they are: so weights are shared, and not copied
         memo: dict[int, Any] = {key: _another(p) if writes else p for key, p in weights.items()}
@@ -272,7 +275,8 @@ class ModuleCopy:
         memo |= self._shared
         buffers = {id(buffer) for buffer in module.buffers()}
         rows = {_memory(tensor) for tensor in batched}
-        self._buffers, self._batched = set[int](), set[int]()
+        self._buffers = set[int]()
+        self._batched = set[int]()
         self._tensors: list[Tensor] = []
         seen = set[Any]()
         for _, tensor in tensors_in((arguments, keywords, *held)):
@@ -295,7 +299,7 @@ class ModuleCopy:
         return made
 
     def call(
-        self, device: torch.device, rows: Rows | None = None
+        self, device: torch.device, rows: ChooseSamples | None = None
     ) -> tuple[nn.Module, Any, tuple[Any, ...]]:
         """Run the module's Python on a copy of the copy; nothing is kept for a backward.
 
@@ -364,7 +368,9 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
         return place, tuple(tensor.shape), tensor.stride() if strided else None
 
 
-def _another(tensor: Tensor, device: torch.device | None = None, rows: Rows | None = None) -> Any:
+def _another(
+    tensor: Tensor, device: torch.device | None = None, rows: ChooseSamples | None = None
+) -> Any:
     """A copy of a tensor, of torch's own class, in memory of its own.
 
     Args:

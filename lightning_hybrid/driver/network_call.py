@@ -7,7 +7,7 @@ tensor of the call.
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lightning_hybrid._torch.tensors import storage_key
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.inside_call import InsideCalls
 from lightning_hybrid.driver.microbatches import Specialization
-from lightning_hybrid.driver.outputs import join, refuse_backward, split_gradients
+from lightning_hybrid.driver.outputs import join_outputs, refuse_backward, split_gradients
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import LossOfCall, NetworkGraph, joined, place_now
 from lightning_hybrid.stage import Gradients
@@ -34,11 +34,17 @@ class NetworkCall:
     Args:
         network: the network.
         specialization: the captured graph.
+        say: tells the user why backwards do not run inside of a call.
     """
 
-    def __init__(self, network: DrivenNetwork, specialization: Specialization) -> None:
+    def __init__(
+        self,
+        network: DrivenNetwork,
+        specialization: Specialization,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.network, self.specialization = network, specialization
-        self._inside = InsideCalls(network, specialization)
+        self._inside = InsideCalls(network, specialization, say)
 
     def __call__(
         self, values: Sequence[Any], loss: LossOfCall | None = None, *, keep: bool = False
@@ -64,7 +70,7 @@ class NetworkCall:
             outputs = _CallNode.apply(self, self.network.anchor(), *leaves)  # type: ignore[no-untyped-call]
         else:
             _, parts = self.network.forward(self.specialization, leaves, grad=False)
-            outputs = join(parts, graph)
+            outputs = join_outputs(parts, graph)
         if graph.written_leaves:
             _write_back(graph, leaves, outputs)
         numbers: Sequence[Any] = ()
@@ -92,10 +98,12 @@ class _CallNode(torch.autograd.Function):
         network, specialization = called.network, called.specialization
         with forward_derivatives():
             call, parts = network.forward(specialization, leaves, grad=True)
-        ctx.network, ctx.call = network, call
+        ctx.network = network
+        ctx.call = call
         ctx.trained = anchor is not None  # (else all parameters are frozen)
         graph = specialization.graph
-        ctx.graph, ctx.sizes = graph, specialization.samples(leaves)
+        ctx.graph = graph
+        ctx.sizes = specialization.samples(leaves)
         ctx.wanted = [leaf.requires_grad for leaf in leaves]
         # if the outputs are dropped without a backward, stages drop what they keep for it
         ctx.finaliser = weakref.finalize(ctx, network.drop, call.number)
@@ -104,7 +112,7 @@ class _CallNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # (a Function must return tensors without a graph, and outputs of stages have one)
         detached = [[v.detach() if isinstance(v, Tensor) else v for v in part] for part in parts]
-        outputs = join(detached, graph)
+        outputs = join_outputs(detached, graph)
         # outputs that share memory become views, so that torch refuses to change them in place
         for index, node in enumerate(graph.tensor_outputs):
             if node in graph.sharing_outputs:

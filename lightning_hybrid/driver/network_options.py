@@ -41,9 +41,10 @@ class DriverOptions:
         folder: where ranks write files that others map, if possible.
         follows: whether networks draw the random numbers of one device; see `StepCalls`.
         shards: whether states of optimizers are divided over the replicas.
-        shares: whether backwards are to run inside of calls, where each micro-batch has a share of
-            the loss.
         served: whether the workers are servers, which lack the user's hooks on gradients.
+        shares: whether backwards may run inside of calls, so that it is looked whether each
+            micro-batch has a share of the loss.
+        inside: whether they are to run there, if they can.
         accumulates: whether gradients of several batches are accumulated.
         scaled: multiplies a number by what a scaler multiplies losses with before a backward.
         first_failure: gives the error of the rank that failed first; called if a driver of another
@@ -69,6 +70,7 @@ class DriverOptions:
     shards: bool = False
     shares: bool = False
     served: bool = False
+    inside: bool = False
     accumulates: bool = False
     scaled: Callable[[Tensor], Tensor] = lambda number: number
     first_failure: Callable[[], Exception] = lambda: RuntimeError("another rank has failed")

@@ -23,8 +23,20 @@ from lightning_hybrid.remote import is_offloaded
 K = TypeVar("K", bound=type[Optimizer])
 
 _OF_TORCH = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam"),
-    *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "SparseAdam",
 )
 _DECLARED = {getattr(torch.optim, name) for name in _OF_TORCH if hasattr(torch.optim, name)}
 _FREE = {"__init__", "__repr__"}
@@ -57,7 +69,7 @@ def register_optimizer(kind: K) -> K:
     return kind
 
 
-def why_whole(optimizer: Optimizer) -> str:
+def why_steps_whole(optimizer: Optimizer) -> str:
     """Why an optimizer steps as a whole; empty: it steps in parts."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim.") and kind not in _DECLARED:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_hybrid._torch.optimizers import has_step_hook, order_step_hooks, runs_step_hooks
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.driver.optimizer_kinds import why_whole
+from lightning_hybrid.driver.optimizer_kinds import why_steps_whole
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
 from lightning_hybrid.state import (
@@ -54,10 +54,14 @@ class OptimizerLink:
         counterparts: "DrivenOptimizers",
         others: OtherReplicas | None = None,
     ) -> None:
-        self.optimizer, self._index, self._counterparts = optimizer, index, counterparts
+        self.optimizer = optimizer
+        self._index = index
+        self._counterparts = counterparts
         self._others = others
-        self.reason, self.sent = why_whole(optimizer), False
-        self._names, self._named = names, NamedGroups(names)
+        self.reason = why_steps_whole(optimizer)
+        self.sent = False
+        self._names = names
+        self._named = NamedGroups(names)
         self._note_sent()
         self._begun = self._sent
         self._state: DriverState | None = None
@@ -73,7 +77,8 @@ class OptimizerLink:
         self._zero_grad_before = vars(optimizer).get("zero_grad")
         # (set on the instance: Lightning's wrapper and loops call the instance's)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        self._step, self._step_before = optimizer.step, vars(optimizer).get("step")
+        self._step = optimizer.step
+        self._step_before = vars(optimizer).get("step")
         optimizer.step = self._make_step()  # type: ignore[method-assign]
 
     def _put_hooks(self) -> list[Any]:
@@ -124,7 +129,8 @@ class OptimizerLink:
             optimizer.state = states
         if self._others is not None:
             left = DriverState(optimizer.state, dict, self._others)
-            left.away, self._others.over = False, True
+            left.away = False
+            self._others.over = True
             optimizer.state = left
             optimizer.register_state_dict_pre_hook(self._others.refuse_alone)
             optimizer.register_step_pre_hook(self._others.refuse_step)
@@ -208,7 +214,8 @@ class OptimizerLink:
 
     def forget(self) -> None:
         """After the run: leave nothing in which this object would keep the optimizer alive."""
-        self._state, self._own_step = None, None
+        self._state = None
+        self._own_step = None
 
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.optimizer.param_groups]
@@ -264,7 +271,7 @@ class OptimizerLink:
         *before, closure = arguments if len(arguments) > 1 else (*arguments, None)
         closure = keywords.get("closure", closure)
         self._entered.close()  # an earlier step may have failed half-way
-        self._counterparts.settle()
+        self._counterparts.bring_gradients_to_owners()
         if closure is None or not self.whole:
             self._enter()
         # (else parameters are fetched after the closure; if the step reads them before, as proxies)
@@ -280,7 +287,7 @@ class OptimizerLink:
                     "not declare it by register_optimizer: then it steps on the driver."
                 )
             result = closure()  # (after an error in it the workers do not step)
-            self._counterparts.settle()
+            self._counterparts.bring_gradients_to_owners()
             self._enter()
             return result
 

@@ -46,7 +46,7 @@ def refuse_backward(network: DrivenNetwork, call: Call, gradients: Sequence[Tens
         )
 
 
-def join(parts: Sequence[Sequence[Any]], graph: NetworkGraph) -> list[Any]:
+def join_outputs(parts: Sequence[Sequence[Any]], graph: NetworkGraph) -> list[Any]:
     """The outputs of the whole batch from those of its micro-batches."""
     if len(parts) == 1:
         return list(parts[0])

@@ -11,7 +11,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import protocol, signals_deferred
 from lightning_hybrid.comm.protocol import Command, LendTensors, TakeLentGradients
 from lightning_hybrid.driver.commands import Workers
-from lightning_hybrid.remote import Kind
+from lightning_hybrid.remote import RemoteKind
 
 
 class Ownership:
@@ -22,7 +22,7 @@ class Ownership:
 
     Args:
         workers: the channels to the workers of this replica.
-        unsettled: numbers of the networks whose gradients were added to and are not averaged over
+        unaveraged: numbers of the networks whose gradients were added to and are not averaged over
             the replicas yet; this adds to them.
 
     Attributes:
@@ -33,8 +33,9 @@ class Ownership:
         network_of: by name of the tensor in the LightningModule, the number of its network.
     """
 
-    def __init__(self, workers: Workers, unsettled: set[int]) -> None:
-        self._workers, self._unsettled = workers, unsettled
+    def __init__(self, workers: Workers, unaveraged: set[int]) -> None:
+        self._workers = workers
+        self._unaveraged = unaveraged
         self.any_network = False
         self.lent: dict[str, Tensor] = {}
         # by worker, their names, and their types at first, which the worker's still have
@@ -91,7 +92,7 @@ class Ownership:
         """
         with as_they_are():
             memory = {name: weight.data for name, weight in self.lent.items()}
-        return self.bring(Kind.PARAMETER, memory)
+        return self.bring(RemoteKind.PARAMETER, memory)
 
     def tensors_of(self, rank: int) -> list[str]:
         """Names of the parameters and buffers that a worker owns."""
@@ -104,10 +105,10 @@ class Ownership:
     # ------------------------------------------------------------------ for remote tensors
 
     @signals_deferred
-    def give(self, kind: Kind, names: list[str]) -> dict[str, Tensor]:
+    def give(self, kind: RemoteKind, names: list[str]) -> dict[str, Tensor]:
         """Fetch tensors of workers; a gradient of which copies of a stage have parts as its sum."""
-        command = protocol.GiveGradients if kind is Kind.GRADIENT else protocol.GiveWeights
-        parts = [name for name in names if kind is Kind.GRADIENT and self._in_parts(name)]
+        command = protocol.GiveGradients if kind is RemoteKind.GRADIENT else protocol.GiveWeights
+        parts = [name for name in names if kind is RemoteKind.GRADIENT and self._in_parts(name)]
         requests: dict[int, Command] = {
             rank: command(mine) for rank, mine in self._by_worker(names, parts).items()
         }
@@ -118,12 +119,12 @@ class Ownership:
         for answer in self._workers.hear(requests):
             for name, value in answer.tensors:
                 found[name] = found[name] + value if name in found else value
-        for name, part in self._parts_here(names).items() if kind is Kind.GRADIENT else ():
+        for name, part in self._parts_here(names).items() if kind is RemoteKind.GRADIENT else ():
             found[name] = found[name] + part.to(found[name].device) if name in found else part
         return found
 
     @signals_deferred
-    def bring(self, kind: Kind, memory: Mapping[str, Tensor]) -> Collection[str]:
+    def bring(self, kind: RemoteKind, memory: Mapping[str, Tensor]) -> Collection[str]:
         """Write parameters, or their gradients, as they are now into memory on this device.
 
         Args:
@@ -135,26 +136,28 @@ class Ownership:
             sparse, or of which several ranks have a part.
         """
         names = list(memory)
-        if kind is Kind.GRADIENT:
+        if kind is RemoteKind.GRADIENT:
             names = [n for n in names if n not in self._sparse and not self._in_parts(n)]
         owners = self._by_worker(names, ())
         for rank, mine in owners.items():
             types = [memory[name].dtype for name in mine]
             # (those that are lent in each step without names and types, and so without a pickle)
-            usual = kind is Kind.PARAMETER and self._lenders.get(rank) == (mine, types)
-            wanted = LendTensors() if usual else LendTensors(mine, kind is Kind.GRADIENT, types)
+            usual = kind is RemoteKind.PARAMETER and self._lenders.get(rank) == (mine, types)
+            wanted = (
+                LendTensors() if usual else LendTensors(mine, kind is RemoteKind.GRADIENT, types)
+            )
             self._workers.send(rank, wanted)
         with self._workers.joined():
             for rank, mine in owners.items():
                 self._workers.lines[rank].to_driver([memory[name] for name in mine])
         return names
 
-    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
+    def take(self, kind: RemoteKind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set tensors of workers, or, with ``add``, add to them."""
-        gradients = kind is Kind.GRADIENT
+        gradients = kind is RemoteKind.GRADIENT
         if add:  # (this replica alone has added, so it has to be averaged)
             for name in values:
-                self._unsettled.add(self.network_of[name])
+                self._unaveraged.add(self.network_of[name])
             values = self._give_back(values)
         parts = [name for name in values if gradients and (add or self._in_parts(name))]
         # copies of a stage have parts of these gradients: set it on the first, clear the others
@@ -210,12 +213,12 @@ class Ownership:
         self._sparse = {name for name, is_dense in dense.items() if not is_dense}
         return dense.keys() | self._parts_here(self._copied).keys()
 
-    def settle(self) -> None:
+    def add_copied_gradients(self) -> None:
         """Add gradients of the driver's copy of a stage to the owners', before they are used."""
         parts = self._parts_here(self._copied)
         if parts:
             self._clear_here(parts)
-            self.take(Kind.GRADIENT, parts, add=True)
+            self.take(RemoteKind.GRADIENT, parts, add=True)
 
     def _clear_here(self, names: Iterable[str]) -> None:
         with as_they_are():
@@ -230,7 +233,7 @@ class Ownership:
 
     def _in_parts(self, name: str) -> bool:
         """Whether copies of a stage have parts of a parameter's gradient, not summed yet."""
-        return self.network_of[name] in self._unsettled
+        return self.network_of[name] in self._unaveraged
 
     def _by_worker(self, names: Iterable[str], of_all: Iterable[str]) -> dict[int, list[str]]:
         """The names by worker: each at its owner, and those ``of_all`` at all that have a copy."""

@@ -32,13 +32,15 @@ class StartProgress:
     def __init__(self, say: Callable[[str], None] | None) -> None:
         self._say = say
         self.seconds = defaultdict[str, float](float)
-        self._what, self._since = "", 0.0
+        self._what = ""
+        self._since = 0.0
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, what: str) -> None:
         """Begin the first piece of work, and start the clock."""
-        self._what, self._since = what, time.perf_counter()
+        self._what = what
+        self._since = time.perf_counter()
         if self._say is not None:
             self._end.clear()
             self._thread = BackgroundThread(self._watch, "start progress", self._say)
@@ -49,7 +51,8 @@ class StartProgress:
         now = time.perf_counter()
         if self._what:
             self.seconds[self._what] += now - self._since
-        self._what, self._since = what, now
+        self._what = what
+        self._since = now
 
     def over(self) -> None:
         """End: all work is done, or has failed."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from lightning_hybrid.comm import Devices, Mesh, connect, copies_of, signals_deferred, stages_of
-from lightning_hybrid.comm.protocol import Command, Cut, Placement, TakeWeights
+from lightning_hybrid.comm.protocol import Command, CutNetwork, Placement, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.network_options import DriverOptions
@@ -43,9 +43,13 @@ class Distribution:
         commands: Commands,
         trace: Trace,
     ) -> None:
-        self._module, self._mesh, self._options = module, mesh, options
-        self._commands, self._trace = commands, trace
-        self._workers, self._device = commands.workers, commands.remote.device
+        self._module = module
+        self._mesh = mesh
+        self._options = options
+        self._commands = commands
+        self._trace = trace
+        self._workers = commands.workers
+        self._device = commands.remote.device
 
     def distribute(
         self,
@@ -134,8 +138,13 @@ class Distribution:
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
             theirs = {n: codes[n] for n in stages_of(placement.devices, worker)}
-            orders[worker] = Cut(
-                *(number, name, theirs, placement, self._options.seed, self._options.trains)
+            orders[worker] = CutNetwork(
+                network=number,
+                name=name,
+                stages=theirs,
+                placement=placement,
+                seed=self._options.seed,
+                vacates=self._options.trains,
             )
         self._commands.tell_each(orders)
         # (before their answers, since the workers do the same before they answer)
@@ -190,11 +199,14 @@ class Distribution:
         own = stages_of(placement.devices, self._mesh.coordinates.pp_rank)
         here = make_stages([codes[number] for number in own], network, self._device)
         mine = [prefix + n for part in here for n in part.tensor_names]
-        Takeover(self._module, mine, tied, self._mesh.coordinates, tied=tied).settle(())
+        Takeover(self._module, mine, tied, self._mesh.coordinates, tied=tied).check_complete(())
         for part in here:
             part.move(self._device)
         return Engine(
-            *(network, dict(zip(own, here)), placement, self._options.stages),
+            network,
+            dict(zip(own, here)),
+            placement,
+            self._options.stages,
             mesh=self._mesh,
             seed=self._options.seed,
             trace=self._trace,

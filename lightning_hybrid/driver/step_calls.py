@@ -26,18 +26,21 @@ class StepCalls:
         self, seed: int, replica: int, device: torch.device, *, follows: bool = False
     ) -> None:
         self.follows = follows
-        self._seed, self._replica, self._device = seed, replica, device
+        self._seed = seed
+        self._replica = replica
+        self._device = device
         self.count = 0
         self._batch = self._first = self._streams = self._evaluations = 0
         self._expected: int | None = None
 
     def begin(self, batch: int) -> None:
-        """Count calls anew, as a training step begins.
+        """Begin a training step: count calls from 0.
 
         Args:
             batch: how many training batches the run has seen before.
         """
-        self._batch, self._first = batch, draw_number(batch, 0)
+        self._batch = batch
+        self._first = draw_number(batch, 0)
         self.count = self._streams = 0
         self._expected = None  # (it may be left from a call that has failed)
 

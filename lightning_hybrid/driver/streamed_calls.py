@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightning_hybrid._torch.tensors import version as version_of
 from lightning_hybrid.comm import CallKey, copies_of
-from lightning_hybrid.comm.protocol import Drop, Forward
+from lightning_hybrid.comm.protocol import DropEarlyForward, Forward
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Leaf, NetworkGraph
@@ -68,7 +68,7 @@ class Batches:
 
 
 @dataclass(eq=False)
-class Launched:
+class EarlyCall:
     """A call of a later batch that was launched early.
 
     Attributes:
@@ -116,7 +116,7 @@ class Launched:
         )
 
 
-class Stream:
+class EarlyCalls:
     """The calls of one network that were launched before the turn of their batches.
 
     Args:
@@ -126,16 +126,18 @@ class Stream:
     """
 
     def __init__(self, network: "DrivenNetwork", commands: Commands, batches: Batches) -> None:
-        self._network, self._name = network, network.name or "self"
-        self._commands, self._batches = commands, batches
+        self._network = network
+        self._name = network.name or "self"
+        self._commands = commands
+        self._batches = batches
         placement = network.placement
         self._devices = [rank for copies in placement.devices for rank in copies_of(copies)]
         self._schedule = STREAMED[placement.schedule]
         self._ahead = self._schedule.look_aheads(len(self._devices))
-        self._pending: deque[Launched] = deque()
+        self._pending: deque[EarlyCall] = deque()
         self._called: Batch | None = None  # the last batch that the network was called on
 
-    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> Launched | None:
+    def due(self, key: CallKey, leaves: Sequence[Tensor]) -> EarlyCall | None:
         """Find the launched call whose turn it is: the one for this call of the current batch.
 
         Args:
@@ -196,7 +198,7 @@ class Stream:
                 key, slices = split([leaf.detach().clone() for leaf in theirs])
                 call, command = self._network.open_call(key, count)
                 versions = [version_of(leaf) for leaf in theirs]
-                self._pending.append(Launched(later, call, command, graph, theirs, versions))
+                self._pending.append(EarlyCall(later, call, command, graph, theirs, versions))
                 self._network.engine.send_inputs(call.key, slices)
         finally:  # (also if a batch fails to load: those before it are launched)
             self._tell()
@@ -223,7 +225,7 @@ class Stream:
             for stage, rank in enumerate(self._devices[:-1]):
                 if stage >= entry.told:
                     self._commands.workers.send(rank, forward)
-                self._commands.workers.send(rank, Drop(forward.network, forward.call))
+                self._commands.workers.send(rank, DropEarlyForward(forward.network, forward.call))
             self._network.engine.discard(entry.call)
 
     def _tell(self) -> None:

@@ -20,7 +20,7 @@ from lightning_hybrid.comm import signals_deferred
 from lightning_hybrid.comm.protocol import GiveGradients, TakeWeights
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
-from lightning_hybrid.remote import Kind
+from lightning_hybrid.remote import RemoteKind
 
 
 class Borrowing:
@@ -29,15 +29,17 @@ class Borrowing:
     Args:
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
-        unsettled: numbers of the networks whose gradients are not averaged over the replicas yet:
+        unaveraged: numbers of the networks whose gradients are not averaged over the replicas yet:
             borrowers may have some that the owners lack.
 
     Attributes:
         active: whether a rank may use a weight that another one owns.
     """
 
-    def __init__(self, commands: Commands, ownership: Ownership, unsettled: set[int]) -> None:
-        self._commands, self._ownership, self._unsettled = commands, ownership, unsettled
+    def __init__(self, commands: Commands, ownership: Ownership, unaveraged: set[int]) -> None:
+        self._commands = commands
+        self._ownership = ownership
+        self._unaveraged = unaveraged
         self.active = False
         self._here: list[str] = []
         self._workers: dict[int, list[str]] = {}
@@ -70,19 +72,19 @@ class Borrowing:
         if grad:
             remote.note_use(self._here)
         remote.flush()
-        if remote.state(Kind.PARAMETER) == self._current:
+        if remote.state(RemoteKind.PARAMETER) == self._current:
             return
         for worker, names in self._workers.items():
-            values = self._ownership.give(Kind.PARAMETER, names)
+            values = self._ownership.give(RemoteKind.PARAMETER, names)
             self._commands.workers.send(worker, TakeWeights(values.items()))
         remote.adopt(self._ownership.bring_lent())
-        self._current = remote.state(Kind.PARAMETER)
+        self._current = remote.state(RemoteKind.PARAMETER)
 
-    def settle(self) -> None:
+    def add_borrowed_gradients(self) -> None:
         """Add the borrowers' gradients to the owners', before gradients are used."""
-        if self._workers and self._unsettled:
-            self._ownership.take(Kind.GRADIENT, self._collect(), add=True)
-            self._commands.remote.outdate(Kind.GRADIENT)
+        if self._workers and self._unaveraged:
+            self._ownership.take(RemoteKind.GRADIENT, self._collect(), add=True)
+            self._commands.remote.outdate(RemoteKind.GRADIENT)
 
     @signals_deferred
     def _collect(self) -> Mapping[str, Tensor]:

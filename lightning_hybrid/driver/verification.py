@@ -38,7 +38,12 @@ from lightning_hybrid.driver.differences import (
 )
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.found_network import FoundNetwork, is_materialized
-from lightning_hybrid.driver.module_copy import ModuleCopy, RandomStates, Rows, WritesWeights
+from lightning_hybrid.driver.module_copy import (
+    ChooseSamples,
+    ModuleCopy,
+    RandomStates,
+    WritesWeights,
+)
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph
@@ -51,7 +56,7 @@ Verify = int | Literal["auto", False]
 Made = dict[str, Any] | None
 """The results of a call by their names, changed attributes included; ``None``: it did not run."""
 
-Kind = tuple[str, bool, bool]
+KindOfCall = tuple[str, bool, bool]
 """The name of a network, whether gradients are recorded, whether it is in training mode."""
 
 
@@ -75,10 +80,12 @@ class Verification:
     def __init__(
         self, root: nn.Module, driver: Driver, verify: Verify, announcements: Announcements
     ) -> None:
-        self.root, self.driver, self.verify = root, driver, verify
+        self.root = root
+        self.driver = driver
+        self.verify = verify
         self._announcements = announcements
-        self.counts = Counter[Kind]()
-        self._off = set[Kind]()
+        self.counts = Counter[KindOfCall]()
+        self._off = set[KindOfCall]()
 
     def begin(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
@@ -138,14 +145,19 @@ class Check:
         self,
         verification: Verification,
         found: FoundNetwork,
-        kind: Kind,
+        kind: KindOfCall,
         number: int,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:
-        self._of, self.found, self.kind, self.number = verification, found, kind, number
-        self._driver, self._device = verification.driver, verification.driver.device
-        self._arguments, self._keywords = arguments, keywords
+        self._of = verification
+        self.found = found
+        self.kind = kind
+        self.number = number
+        self._driver = verification.driver
+        self._device = verification.driver.device
+        self._arguments = arguments
+        self._keywords = keywords
         self._random, self._before = RandomStates(), random_state(self._device)
         self._copy: ModuleCopy | None = None
         self._start: Callable[[], AbstractContextManager[None]]
@@ -161,7 +173,8 @@ class Check:
 
         The whole call draws its random numbers from torch's generators as they are now.
         """
-        self._before, self._start = random_state(self._device), self._own_draws
+        self._before = random_state(self._device)
+        self._start = self._own_draws
         with self._or_give_up():
             self._take((), writes=True)  # (the Python between the graphs may write to weights)
             self._expect()
@@ -192,7 +205,8 @@ class Check:
         # are fetched next
         self._driver.interrupt()
         parts, _ = call.specialization.split(graph.bind(values))
-        self._parts, self._first = len(parts), graph.batch_of(parts[0]) or 0
+        self._parts = len(parts)
+        self._first = graph.batch_of(parts[0]) or 0
         self._divided = graph.divided
         if graph.divided and (graph.uses_rng or (mixes and self._parts > 1)):
             raise _Inconclusive(
@@ -213,7 +227,7 @@ class Check:
         self._take(batched, writes=graph.writes_parameters, transforms=graph.transforms)
         self._expect(self._first_part if self._draws else None)
 
-    def _expect(self, rows: Rows | None = None) -> None:
+    def _expect(self, rows: ChooseSamples | None = None) -> None:
         """Run the Python before the stages run, and keep its results, or the error for after them.
 
         (What one device raises, as for an index that is too large, the stages raise too.)
@@ -334,7 +348,7 @@ class Check:
         order = torch.arange(len(tensor), device=tensor.device) % self._first
         return tensor.index_select(0, order)
 
-    def _python(self, rows: Rows | None = None) -> Made:
+    def _python(self, rows: ChooseSamples | None = None) -> Made:
         """Call the network's own Python on the copy, and give its results by name.
 
         Args:

@@ -27,7 +27,7 @@ from lightning_hybrid.comm.protocol import (
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.errors import DeferredError, HybridError
-from lightning_hybrid.remote import Kind, is_deferred, is_of_one_rank, materialize
+from lightning_hybrid.remote import RemoteKind, is_deferred, is_of_one_rank, materialize
 from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
     Owned,
@@ -53,8 +53,10 @@ class FilesOfWorkers:
     """
 
     def __init__(self, commands: Commands, folder: str, here: Coordinates) -> None:
-        self.folder, self.readable = folder, True
-        self._commands, self._here = commands, here
+        self.folder = folder
+        self.readable = True
+        self._commands = commands
+        self._here = here
 
     def tensors(self, *, at_end: bool = False) -> tuple[dict[int, Ticket], list[Any]] | None:
         """Have each worker write the tensors that it owns to a file, and map the files.
@@ -84,7 +86,7 @@ class FilesOfWorkers:
             spec: its shape, type and strides.
         """
         remote = self._commands.remote
-        before = remote.state(Kind.PARAMETER)  # a step changes parameters and states
+        before = remote.state(RemoteKind.PARAMETER)  # a step changes parameters and states
 
         def read() -> Tensor:
             replica, rank = divmod(owned.rank, self._here.ranks_per_replica)
@@ -94,7 +96,7 @@ class FilesOfWorkers:
                     "which writes it to this checkpoint by itself (checkpoint=Sharded() and "
                     "shard_states=True). Leave it as it is, or use checkpoint='full'."
                 )
-            if remote.state(Kind.PARAMETER) != before:
+            if remote.state(RemoteKind.PARAMETER) != before:
                 name = f"{owned.state} of {owned.name}" if owned.state else owned.name
                 raise DeferredError(
                     f"{name!r} of an earlier state dict was not read before the next step, and its "
@@ -147,8 +149,11 @@ class Replicated:
         device: torch.device,
         survivors: Survivors | None = None,
     ) -> None:
-        self._module, self._start, self._group = module, start, group
-        self._device, self._survivors = device, survivors
+        self._module = module
+        self._start = start
+        self._group = group
+        self._device = device
+        self._survivors = survivors
         self.networks: list[ReplicaGroup] = []
         self._cut: set[str] = set()
         # DDP does not broadcast what is registered later
@@ -168,14 +173,14 @@ class Replicated:
         self.here = True
         self.renew_rest()
 
-    def settle(self) -> None:
+    def note_no_cut(self) -> None:
         """Register that no network will be cut: all parameters are averaged as the driver's own."""
         if not self.here:
             self.here = True
             self.renew_rest()
 
     def renew_rest(self) -> None:
-        """Make the group of the rest anew, from the tensors that no network owns now."""
+        """Make a new group of the rest, from the tensors that no network owns now."""
         self.rest.close()
         self.rest = self._make_rest()
 
@@ -234,9 +239,13 @@ class Weights:
         files: FilesOfWorkers,
     ) -> None:
         self._files = files
-        self._module, self._start, self._coordinates = module, start, coordinates
-        self._commands, self._remote = commands, commands.remote
-        self._ownership, self._replicated = ownership, replicated
+        self._module = module
+        self._start = start
+        self._coordinates = coordinates
+        self._commands = commands
+        self._remote = commands.remote
+        self._ownership = ownership
+        self._replicated = replicated
         # (not the tensors that a hook has made on this rank alone)
         self._shared = frozenset(shared)
         # (a parameter that replaces one of these in the middle of a run is this rank's alone)
@@ -280,7 +289,7 @@ class Weights:
         self._remote.flush()
         owned = self.owned_elsewhere().items()
         names = [name for name, t in owned if name not in but and not is_deferred(t)]
-        write_tensors(self._start, self._ownership.give(Kind.PARAMETER, names).items())
+        write_tensors(self._start, self._ownership.give(RemoteKind.PARAMETER, names).items())
         self._remote.adopt_fetched()
 
     def leave_inference(self) -> None:
@@ -332,7 +341,9 @@ class Weights:
             for name, spec in specs.items()
         }
         # (sparse tensors are fetched at once)
-        return unread | self._ownership.give(Kind.PARAMETER, [n for n in owned if n not in specs])
+        return unread | self._ownership.give(
+            RemoteKind.PARAMETER, [n for n in owned if n not in specs]
+        )
 
     @signals_deferred
     def _mapped(self) -> dict[str, Tensor] | None:

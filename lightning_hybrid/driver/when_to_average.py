@@ -20,12 +20,12 @@ class ReplicaGradients:
         commands: sends commands to the workers.
         borrowing: brings gradients of tied parameters to their owners.
         replicated: the data-parallel groups of what this rank owns.
-        unsettled: see the attribute; others add to it too.
+        unaveraged: see the attribute; others add to it too.
         survivors: the replicas that go on if one is lost.
         drivers: the gloo group of the drivers of all replicas; ``None``: there is one.
 
     Attributes:
-        unsettled: numbers of the networks whose gradients were added to and are not averaged yet.
+        unaveraged: numbers of the networks whose gradients were added to and are not averaged yet.
         synchronize: whether to average; False while gradients accumulate.
     """
 
@@ -34,12 +34,16 @@ class ReplicaGradients:
         commands: Commands,
         borrowing: Borrowing,
         replicated: Replicated,
-        unsettled: set[int],
+        unaveraged: set[int],
         survivors: Survivors | None = None,
         drivers: Group = None,
     ) -> None:
-        self._commands, self._borrowing, self._replicated = commands, borrowing, replicated
-        self.unsettled, self._survivors, self._drivers = unsettled, survivors, drivers
+        self._commands = commands
+        self._borrowing = borrowing
+        self._replicated = replicated
+        self.unaveraged = unaveraged
+        self._survivors = survivors
+        self._drivers = drivers
         self.synchronize = True
 
     def overlap(self, calls: int) -> bool:
@@ -68,7 +72,7 @@ class ReplicaGradients:
         """
         if self._drivers is None or self._drivers.size() == 1:
             return False
-        return self.overlap(calls + 1) and network not in self.unsettled
+        return self.overlap(calls + 1) and network not in self.unaveraged
 
     def take_inside(self, factor: Tensor | None) -> bool:
         """Whether such averages are right. All drivers call this together.
@@ -89,36 +93,36 @@ class ReplicaGradients:
         As under DDP, where `torch.autograd.grad` gives those of each replica too.
         """
         synchronize, self.synchronize = self.synchronize, False
-        self.settle()
-        networks = set(self.unsettled)
+        self.bring_to_owners()
+        networks = set(self.unaveraged)
         try:
             yield
         finally:
             self.synchronize = synchronize
-            self.unsettled.clear()
-            self.unsettled.update(networks)
+            self.unaveraged.clear()
+            self.unaveraged.update(networks)
 
     def before_backward(self) -> None:
         """Prepare for `loss.backward()`: without workers, averaging may overlap with it."""
         if self.synchronize and not self._commands.workers.ranks:
             self._replicated.rest.arm()
 
-    def settle(self) -> None:
+    def bring_to_owners(self) -> None:
         """Bring gradients of penalties and of tied parameters to the owners of the parameters."""
         self._commands.remote.flush()
-        self._borrowing.settle()
+        self._borrowing.add_borrowed_gradients()
 
     @signals_deferred
     def after_backward(self) -> None:
         """Average the gradients that the backward passes have not averaged while they ran."""
-        self.settle()
+        self.bring_to_owners()
         if not self.synchronize:
             return
         # (in a fixed order: averaging is collective over the ranks of a group)
-        for network in sorted(self.unsettled):
+        for network in sorted(self.unaveraged):
             self._commands.tell(Reduce(network))
             self._replicated.networks[network].reduce()
-        self.unsettled.clear()
+        self.unaveraged.clear()
         if self._commands.workers.ranks:
             self._replicated.rest.arm()
         self._replicated.rest.finish()
@@ -131,7 +135,7 @@ class ReplicaGradients:
         while True:
             survivors.begin_total()
             sums = [group.is_complete() for group in groups] + [survivors.has_total()]
-            sums += [answer.value for answer in ask(AwaitSums())]
+            sums += [answer.holds for answer in ask(AwaitSums())]
             living = survivors.agree(complete=all(sums))
             if living is None:
                 break

@@ -82,7 +82,7 @@ def annotate(graph: fx.Graph, attributes: Mapping[str, Any], batch: int) -> Anno
         batch: the batch size, by which sizes that depend on values count.
     """
     with as_they_are(), torch.inference_mode(False):
-        return _Run(graph, attributes, batch).annotations()
+        return _Annotator(graph, attributes, batch).annotations()
 
 
 def arguments_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
@@ -101,8 +101,15 @@ def called(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 FAILURES = (
-    *(RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, KeyError),
-    *(AttributeError, AssertionError, ArithmeticError),
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
 )
 """Errors with which a run on fake tensors may break off; others (an interrupt) are not caught."""
 
@@ -118,9 +125,11 @@ def _attention_flops(
     return 2 * batch * heads * positions * key[2] * (features + value[3])
 
 
-class _Run:
+class _Annotator:
     def __init__(self, graph: fx.Graph, attributes: Mapping[str, Any], batch: int) -> None:
-        self.graph, self.attributes, self.batch = graph, attributes, batch
+        self.graph = graph
+        self.attributes = attributes
+        self.batch = batch
         self.found = Annotations()
         self.values: dict[fx.Node, Any] = {}
         self.numbers: dict[int, int] = {}
@@ -129,7 +138,7 @@ class _Run:
         self.flops = FlopCounterMode(
             display=False, custom_mapping={attention_of_cpu: _attention_flops}
         )
-        self.watch = _Watch()
+        self.watch = _EffectsMode()
         self.lost: str | None = None
 
     def annotations(self) -> Annotations:
@@ -226,7 +235,7 @@ def captured_size(number: Any, batch: int) -> int:
     return int(known)
 
 
-class _Watch(TorchDispatchMode):
+class _EffectsMode(TorchDispatchMode):
     """Notices random operations, and the statistics that batch normalisation writes.
 
     (Neither the operator's schema nor version counters tell that it writes these.)

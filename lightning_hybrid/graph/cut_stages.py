@@ -87,13 +87,18 @@ class Stage:
     """
 
     def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
-        self.written, self.layers, self.tensor_names = code.written, code.layers, code.owned
-        self._numbers, self.checkpointed = code.numbers, code.checkpointed
+        self.written = code.written
+        self.layers = code.layers
+        self.tensor_names = code.owned
+        self._numbers = code.numbers
+        self.checkpointed = code.checkpointed
         # Places (table of the module, key) and not tensors: the user's code may put another buffer
         # into its module, and the next call is to take that one.
         self._places = {name: _place(network, name) for name in code.owned}
         self._takes = code.tensors
-        self._code, self.device = code.code, device
+        self._taken_from = [self._places[name] for name in code.tensors]
+        self._code = code.code
+        self.device = device
         self._run = code.code.function(device)
         self.compiled = False
 
@@ -111,7 +116,7 @@ class Stage:
             values: what crosses the cut before it; for stage 0 the tensors of `NetworkGraph.bind`.
             numbers: the values of the graph's numbers in this call, the same for every stage.
         """
-        return self.run_with([*self.taken().values()], values, numbers)
+        return self.run_with(self._tensors(), values, numbers)
 
     def run_with(
         self, tensors: Sequence[Tensor], values: Sequence[Any], numbers: Sequence[Any] = ()
@@ -122,9 +127,11 @@ class Stage:
 
     def taken(self) -> dict[str, Tensor]:
         """By name, the parameters and buffers that a call takes, in the order for `run_with`."""
-        places = self._places
+        return dict(zip(self._takes, self._tensors()))
+
+    def _tensors(self) -> list[Tensor]:
         # (for each tensor in every call: no function is called for it)
-        return {name: table[key] for name in self._takes for table, key in (places[name],)}
+        return [table[key] for table, key in self._taken_from]
 
     def changed(self) -> dict[str, Tensor]:
         """By name, the parameters and buffers that a call changes in place."""

@@ -31,9 +31,9 @@ from lightning_hybrid.graph.annotate import Effects
 from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.source_places import input_name
 
-Node = TypeVar("Node", bound=Hashable)
+NodeT = TypeVar("NodeT", bound=Hashable)
 
-Sizes = Mapping[Any, int]
+SizesOfSymbols = Mapping[Any, int]
 """Per symbol of a free size (such as that of the batch), its value in a call."""
 
 
@@ -325,7 +325,7 @@ class NetworkGraph:
                         found.setdefault(symbols_in(size)[0], (number, dimension))
         return found
 
-    def values_of_numbers(self, sizes: Sizes) -> tuple[Any, ...]:
+    def values_of_numbers(self, sizes: SizesOfSymbols) -> tuple[Any, ...]:
         """The values of `numbers` for these sizes."""
         return tuple(value_with(node.meta["example_value"], sizes) for node in self.numbers)
 
@@ -373,7 +373,7 @@ class NetworkGraph:
         found |= zip(self.numbers, numbers)
         return [found[n] if isinstance(n, fx.Node) else n for n in self.outputs]
 
-    def guards_allow(self, sizes: Sizes) -> bool:
+    def guards_allow(self, sizes: SizesOfSymbols) -> bool:
         """Whether the conditions on sizes under which it was captured hold for these sizes."""
         return guards_hold(self.guards, sizes)
 
@@ -423,7 +423,7 @@ class NetworkGraph:
         return not self.symbols
 
 
-def reached(start: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def reached(start: Iterable[NodeT], following: Callable[[NodeT], Iterable[NodeT]]) -> set[NodeT]:
     """All nodes that can be reached from the nodes ``start``, which are among them.
 
     Args:
@@ -494,9 +494,21 @@ def is_symbol(size: Any) -> bool:
 
 
 _TRAVELLING = {
-    *("tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd_function_apply"),
-    *("wrap", "wrap_with_set_grad_enabled", "wrap_with_autocast", "invoke_subgraph", "out_dtype"),
-    *("cond", "map", "map_impl", "scan", "associative_scan", "while_loop", "flex_attention"),
+    "tag_activation_checkpoint",
+    "wrap_activation_checkpoint",
+    "autograd_function_apply",
+    "wrap",
+    "wrap_with_set_grad_enabled",
+    "wrap_with_autocast",
+    "invoke_subgraph",
+    "out_dtype",
+    "cond",
+    "map",
+    "map_impl",
+    "scan",
+    "associative_scan",
+    "while_loop",
+    "flex_attention",
 }
 """Operators that take graphs and that any rank can compute: they run none of the user's Python."""
 

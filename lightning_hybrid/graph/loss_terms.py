@@ -38,10 +38,10 @@ from lightning_hybrid.graph.annotate import (
     memory_of,
     modes_restored,
 )
-from lightning_hybrid.graph.graph import NetworkGraph, Sizes
-from lightning_hybrid.graph.mode_regions import Open, modes_of
+from lightning_hybrid.graph.graph import NetworkGraph, SizesOfSymbols
+from lightning_hybrid.graph.mode_regions import OpenModes, modes_of
 from lightning_hybrid.graph.row_proof import Followed, Labelling, quiet
-from lightning_hybrid.graph.row_rules import Call, dims_of, name_of
+from lightning_hybrid.graph.row_rules import OperatorArguments, dims_of, name_of
 from lightning_hybrid.graph.rows import Rows
 
 
@@ -49,7 +49,7 @@ class NoSum(Exception):
     """Raised where a loss is no sum of terms of single samples, or is not known to be one."""
 
 
-class Kind(Enum):
+class MadeOf(Enum):
     """What a tensor of the tail is made of; see the module."""
 
     KNOWN = "known"
@@ -80,7 +80,7 @@ class _Number(Token):
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TailOperator:
     """A recorded operator.
 
     Attributes:
@@ -103,7 +103,7 @@ class _Step:
         """Symbols of the sizes among its arguments."""
         return {s for leaf in self._leaves() if is_symbolic(leaf) for s in symbols_in(leaf)}
 
-    def run(self, values: dict[int, Tensor], part: Sizes, whole: Sizes) -> None:
+    def run(self, values: dict[int, Tensor], part: SizesOfSymbols, whole: SizesOfSymbols) -> None:
         """Compute it from ``values``, and add its results to them."""
         sizes = part if self.of_parts else whole
         args, kwargs = rebuild(
@@ -119,7 +119,7 @@ class _Step:
         return found
 
 
-def _needed(steps: Sequence[_Step], results: Iterable[int]) -> list[_Step]:
+def _needed(steps: Sequence[_TailOperator], results: Iterable[int]) -> list[_TailOperator]:
     """The steps that tensors of these numbers are made by."""
     wanted, found = {*results}, []
     for step in reversed(steps):
@@ -129,7 +129,7 @@ def _needed(steps: Sequence[_Step], results: Iterable[int]) -> list[_Step]:
     return found[::-1]
 
 
-class _Recorder(Labelling):
+class _TailRecorder(Labelling):
     """Records operators, and says what their results are made of.
 
     Args:
@@ -142,15 +142,15 @@ class _Recorder(Labelling):
 
     def __init__(self, symbols: Sequence[Any]) -> None:
         super().__init__(symbols)
-        self.known: list[_Step] = []
-        self.steps: list[_Step] = []
-        self._kinds: dict[int, Kind] = {}
+        self.known: list[_TailOperator] = []
+        self.steps: list[_TailOperator] = []
+        self._kinds: dict[int, MadeOf] = {}
         self._numbers: dict[int, int] = {}
         self._made: set[int] = set()  # numbers of what is not given
         self._kept: list[Tensor] = []  # the `id` of a freed tensor could be given to another
         self._followed: dict[int, frozenset[int]] = {}  # of an After, the Sums that it is made of
 
-    def take(self, tensor: Tensor, kind: Kind) -> int:
+    def take(self, tensor: Tensor, kind: MadeOf) -> int:
         """Note what a tensor is made of; returns its number."""
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self._kept)
@@ -158,9 +158,9 @@ class _Recorder(Labelling):
         self._kinds[id(tensor)] = kind
         return self._numbers[id(tensor)]
 
-    def kind(self, tensor: Tensor) -> Kind:
+    def kind(self, tensor: Tensor) -> MadeOf:
         """What a tensor is made of."""
-        return self._kinds.get(id(tensor), Kind.MEET)
+        return self._kinds.get(id(tensor), MadeOf.MEET)
 
     def number(self, tensor: Tensor) -> int:
         """The number of a tensor."""
@@ -172,7 +172,7 @@ class _Recorder(Labelling):
 
     def sums(self, tensor: Tensor) -> frozenset[int]:
         """Numbers of the Sums that a tensor is made of."""
-        if self.kind(tensor) is Kind.SUM:
+        if self.kind(tensor) is MadeOf.SUM:
             return frozenset([self.number(tensor)])
         return self._followed.get(id(tensor), frozenset())
 
@@ -180,7 +180,7 @@ class _Recorder(Labelling):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        call, arguments = Call(func, args, kwargs), (args, kwargs)
+        call, arguments = OperatorArguments(func, args, kwargs), (args, kwargs)
         given = [tensor for _, tensor in tensors_in(call.values)]
         kinds = {self.kind(tensor) for tensor in given}
         changes = bool(schema(func).is_mutable)
@@ -188,20 +188,20 @@ class _Recorder(Labelling):
             raise NoSum(f"{name_of(func)} changes what others see")
         result = super().__torch_dispatch__(func, types, args, kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
-        if kinds <= {Kind.KNOWN}:
+        if kinds <= {MadeOf.KNOWN}:
             self._know(func, arguments, outs)
-        elif Kind.MEET in kinds or func.namespace != "aten":
+        elif MadeOf.MEET in kinds or func.namespace != "aten":
             self._meet(outs)
-        elif kinds <= {Kind.KNOWN, Kind.ROWS}:
+        elif kinds <= {MadeOf.KNOWN, MadeOf.ROWS}:
             if self._are_rows(outs):
-                self._record(func, arguments, outs, Kind.ROWS)
+                self._record(func, arguments, outs, MadeOf.ROWS)
             elif changes or not self._reduce(func, types, call, outs):
                 self._meet(outs)
         elif changes or any(isinstance(self.label(tensor), Rows) for tensor in given):
             self._meet(outs)
         else:
             is_sum = self._is_linear(name_of(func), call, given) and outs[0].dtype in _SUMMED
-            kind = Kind.SUM if is_sum else Kind.AFTER
+            kind = MadeOf.SUM if is_sum else MadeOf.AFTER
             followed = frozenset[int]().union(*map(self.sums, given))
             self._record(func, arguments, outs, kind, of_parts=False)
             self._followed |= {id(out): followed for out in outs}
@@ -223,7 +223,7 @@ class _Recorder(Labelling):
         function: Callable[..., Any],
         arguments: Any,
         outs: Sequence[Tensor],
-        kind: Kind,
+        kind: MadeOf,
         *,
         of_parts: bool = True,
     ) -> None:
@@ -232,30 +232,34 @@ class _Recorder(Labelling):
         )
         results = tuple([self.take(out, kind) for out in outs])
         self._made.update(results)
-        steps = self.known if kind is Kind.KNOWN else self.steps
-        steps.append(_Step(function, named, results, of_parts))
+        steps = self.known if kind is MadeOf.KNOWN else self.steps
+        steps.append(_TailOperator(function, named, results, of_parts))
 
     def _meet(self, outs: Sequence[Tensor]) -> None:
         for out in outs:
-            self.take(out, Kind.MEET)
+            self.take(out, MadeOf.MEET)
 
     def _know(self, func: Any, arguments: Any, outs: Sequence[Tensor]) -> None:
-        self._record(func, arguments, outs, Kind.KNOWN, of_parts=False)
+        self._record(func, arguments, outs, MadeOf.KNOWN, of_parts=False)
         for out in outs:
             self.know(out)
 
     def know(self, tensor: Tensor) -> int:
         """Note that a tensor is Known: computed of all samples, and split if it has rows."""
-        number = self.take(tensor, Kind.KNOWN)
+        number = self.take(tensor, MadeOf.KNOWN)
         if not any(self.depends(size) for size in tensor.shape):
             self.set(tensor, None)  # (the same for all micro-batches)
         elif not self._are_rows([tensor]):
-            self.take(tensor, Kind.MEET)
+            self.take(tensor, MadeOf.MEET)
         return number
 
-    def _reduce(self, func: Any, types: Any, call: Call, outs: Sequence[Tensor]) -> bool:
+    def _reduce(
+        self, func: Any, types: Any, call: OperatorArguments, outs: Sequence[Tensor]
+    ) -> bool:
         """Record a sum or mean over samples. Returns whether it is one."""
-        name, value, how = name_of(func), call["self"], call["reduction"]
+        name = name_of(func)
+        value = call["self"]
+        how = call["reduction"]
         if outs and outs[0].dtype not in _SUMMED:
             return False
         if name in ("sum", "mean") and self._are_rows([value]):
@@ -285,33 +289,33 @@ class _Recorder(Labelling):
     def _add_up(self, function: Any, arguments: Any, out: Tensor, divisor: Any) -> None:
         """Record a Sum, divided by a Known number or tensor if there is one."""
         if divisor is None:
-            self._record(function, arguments, [out], Kind.SUM)
+            self._record(function, arguments, [out], MadeOf.SUM)
             return
         added = torch.empty_like(out)
-        self._record(function, arguments, [added], Kind.SUM)
+        self._record(function, arguments, [added], MadeOf.SUM)
         by = (added, divisor), dict[str, Any]()
-        self._record(torch.ops.aten.div.Tensor, by, [out], Kind.SUM, of_parts=False)
+        self._record(torch.ops.aten.div.Tensor, by, [out], MadeOf.SUM, of_parts=False)
 
-    def _total_weight(self, call: Call) -> Tensor:
+    def _total_weight(self, call: OperatorArguments) -> Tensor:
         """What a mean of `torch.nn.functional.nll_loss` is divided by."""
-        if self.kind(call["target"]) is not Kind.KNOWN:
+        if self.kind(call["target"]) is not MadeOf.KNOWN:
             raise NoSum("the targets of its loss are computed by the network")
         total: Tensor = call["self"].new_empty(())
         weighed = call["target"], call["weight"], call["ignore_index"], call["self"].dtype
-        self._record(total_weight, (weighed, {}), [total], Kind.KNOWN, of_parts=False)
+        self._record(total_weight, (weighed, {}), [total], MadeOf.KNOWN, of_parts=False)
         return total
 
-    def _is_linear(self, name: str, call: Call, given: Sequence[Tensor]) -> bool:
+    def _is_linear(self, name: str, call: OperatorArguments, given: Sequence[Tensor]) -> bool:
         """Whether the result of an operator on Sums, Afters and Known is a Sum."""
         kinds, other = [self.kind(tensor) for tensor in given], call["other"]
-        sums = kinds.count(Kind.SUM)
-        if Kind.AFTER in kinds:
+        sums = kinds.count(MadeOf.SUM)
+        if MadeOf.AFTER in kinds:
             return False
         if name in ("add", "sub"):
             # (what is Known would be added by each micro-batch)
             return sums == 2 or (type(other) in (int, float) and other == 0)
         if name in ("mul", "div"):
-            divides = kinds[0] is Kind.SUM and call["rounding_mode"] is None
+            divides = kinds[0] is MadeOf.SUM and call["rounding_mode"] is None
             return sums == 1 and (name == "mul" or divides)
         return name in _LINEAR or (name in ("sum", "mean") and len(given) == 1)
 
@@ -361,7 +365,9 @@ class Loss:
         followed: Followed,
         outputs: Sequence[fx.Node],
     ) -> None:
-        self._graph, self._followed, self._early = graph, followed, set(followed.early)
+        self._graph = graph
+        self._followed = followed
+        self._early = set(followed.early)
         if any(node in graph.tensors for node in taken):
             raise NoSum("it computes with a weight where samples have met")
         self.changes: list[fx.Node] = []
@@ -376,7 +382,8 @@ class Loss:
                 self._early.add(node)
                 self.changes.append(node)
         self._refuse(own)
-        self._record, self._values = _Recorder(graph.symbols), dict[fx.Node, Any]()
+        self._record = _TailRecorder(graph.symbols)
+        self._values = dict[fx.Node, Any]()
         self.known: list[fx.Node] = []
         examples: list[Any] = [node.meta.get("example_value") for node in graph.place]
         mode = next(each.fake_mode for each in examples if hasattr(each, "fake_mode"))
@@ -385,7 +392,7 @@ class Loss:
                 stack.enter_context(context)
             for context in (mode, mode.shape_env.suppress_guards(), torch.enable_grad()):
                 stack.enter_context(context)
-            self._taken = [self._given(node, Kind.ROWS) for node in taken]
+            self._taken = [self._given(node, MadeOf.ROWS) for node in taken]
             for node in own:
                 self._follow(node)
         self.node = self._only_sum(own, outputs)
@@ -416,12 +423,12 @@ class Loss:
             effects = layers[node].effects if node in layers else None
             if higher_order_name(node.target) is not None:
                 raise NoSum(f"{graph.place_of(node)} is an operation of its own kind")
-            if node in modes and modes[node] != Open(gradients=True):
+            if node in modes and modes[node] != OpenModes(gradients=True):
                 raise NoSum(f"{graph.place_of(node)} is where gradients or autocast are switched")
             if effects is not None and (effects.random or effects.writes or effects.unknown):
                 raise NoSum(f"{graph.place_of(node)} draws random numbers, or changes tensors")
 
-    def _given(self, node: fx.Node, kind: Kind) -> int:
+    def _given(self, node: fx.Node, kind: MadeOf) -> int:
         """Give the recorder a tensor that the tail does not compute; returns its number."""
         example = node.meta["example_value"]
         value = torch.empty_strided(
@@ -429,14 +436,14 @@ class Loss:
         )
         self._values[node] = value
         self._record.set(value, self._followed.label(node))
-        if kind is Kind.KNOWN:
+        if kind is MadeOf.KNOWN:
             self.known.append(node)
             return self._record.know(value)
         is_rows = isinstance(self._followed.label(node), Rows)
-        return self._record.take(value, Kind.ROWS if is_rows else Kind.MEET)
+        return self._record.take(value, MadeOf.ROWS if is_rows else MadeOf.MEET)
 
     def _follow(self, node: fx.Node) -> None:
-        """Run an operation of the tail.
+        """Run an operation of the tail on fake tensors, and record it.
 
         Raises:
             NoSum: it fails without values.
@@ -457,7 +464,7 @@ class Loss:
         if isinstance(example, Tensor):
             if node not in self._early:
                 raise NoSum(f"{self._graph.place_of(node)} is used where samples have met")
-            self._given(node, Kind.KNOWN)
+            self._given(node, MadeOf.KNOWN)
         elif node.meta.get("scalar") or node.op == "placeholder":
             self._values[node] = example
         else:
@@ -473,7 +480,7 @@ class Loss:
         found: set[int] = set()
         for node in outputs:
             for _, tensor in tensors_in(self._values.get(node, ())):
-                if record.kind(tensor) in (Kind.MEET, Kind.ROWS):
+                if record.kind(tensor) in (MadeOf.MEET, MadeOf.ROWS):
                     raise NoSum(f"samples meet on the way to {graph.place_of(node)}")
                 found |= record.sums(tensor)
         if len(found) != 1:
@@ -481,7 +488,7 @@ class Loss:
             raise NoSum(f"it returns what is made of {several} over samples")
         for node in own:
             value = self._values[node]
-            is_sum = isinstance(value, Tensor) and record.kind(value) is Kind.SUM
+            is_sum = isinstance(value, Tensor) and record.kind(value) is MadeOf.SUM
             if is_sum and record.sums(value) == found and value.numel() == 1:
                 return node
         raise NoSum("a sum over samples is no scalar, or is taken in an operation")
@@ -504,7 +511,7 @@ class Loss:
     def parts_of(
         self, known: Mapping[int, Tensor], samples: Sequence[int], number: int
     ) -> dict[int, Tensor]:
-        """What is Known of one micro-batch; see :meth:`LossOfCall.share`."""
+        """The Known tensors of one micro-batch; see :meth:`LossOfCall.share`."""
         start, found = sum(samples[:number]), dict[int, Tensor]()
         for key, tensor in known.items():
             rows = self._rows.get(key)
@@ -515,7 +522,11 @@ class Loss:
         return found
 
     def computed(
-        self, values: dict[int, Tensor], outputs: Sequence[Tensor], whole: Sizes, samples: int
+        self,
+        values: dict[int, Tensor],
+        outputs: Sequence[Tensor],
+        whole: SizesOfSymbols,
+        samples: int,
     ) -> Tensor:
         """The share of a micro-batch with so many samples.
 
@@ -545,8 +556,10 @@ class LossOfCall:
         value: the sum of all shares, as what follows takes it; ``None``: it was not computed here.
     """
 
-    def __init__(self, loss: Loss, known: Mapping[int, Tensor], sizes: Sizes) -> None:
-        self._loss, self._known, self._sizes = loss, known, sizes
+    def __init__(self, loss: Loss, known: Mapping[int, Tensor], sizes: SizesOfSymbols) -> None:
+        self._loss = loss
+        self._known = known
+        self._sizes = sizes
         self.value: Tensor | None = None
 
     @property

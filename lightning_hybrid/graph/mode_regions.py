@@ -23,7 +23,7 @@ from lightning_hybrid.graph.graph import NetworkGraph
 
 
 @dataclass(frozen=True)
-class Open:
+class OpenModes:
     """The modes at a place in a graph.
 
     Attributes:
@@ -36,9 +36,9 @@ class Open:
     autocasts: tuple[fx.Node, ...] = ()
 
 
-def modes_of(graph: NetworkGraph) -> list[Open]:
+def modes_of(graph: NetworkGraph) -> list[OpenModes]:
     """The modes before each layer, and behind the last one."""
-    found = [Open(graph.differentiable)]
+    found = [OpenModes(graph.differentiable)]
     for layer in graph.layers:
         node, around = layer.node, found[-1]
         entered = entered_autocast(node)
@@ -65,8 +65,9 @@ class Copier:
     def __init__(
         self, graph: NetworkGraph, taken: Sequence[fx.Node], as_tensors: Collection[fx.Node] = ()
     ) -> None:
-        self._graph, self._as_tensors = fx.Graph(), as_tensors
-        self._begin = self._now = Open(graph.differentiable)
+        self._graph = fx.Graph()
+        self._as_tensors = as_tensors
+        self._begin = self._now = OpenModes(graph.differentiable)
         self._copies = {node: self._graph.placeholder(node.name) for node in taken}
         self._numbers: dict[fx.Node, fx.Node] = {}
         pairs = zip(graph.layers, modes_of(graph))
@@ -97,7 +98,7 @@ class Copier:
             self._copies[node] = self._graph.node_copy(node, self._copy)
         return self._copies[node]
 
-    def _switch(self, wanted: Open) -> None:
+    def _switch(self, wanted: OpenModes) -> None:
         """Append what switches to these modes."""
         before, after = self._now.autocasts, wanted.autocasts
         # (regions lie in each other, so the innermost is left first)

@@ -50,7 +50,7 @@ from lightning_hybrid.graph.row_rules import (
     TAKES_COLUMNS,
     TAKES_COUNTS,
     TAKES_PLACES,
-    Call,
+    OperatorArguments,
     divided,
     is_grouped,
     name_of,
@@ -61,8 +61,12 @@ from lightning_hybrid.graph.row_trial import Trial
 from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Reason, Rows
 
 _FOLLOWED = {
-    *("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "invoke_subgraph"),
-    *("wrap_with_set_grad_enabled", "wrap_with_autocast"),
+    "tag_activation_checkpoint",
+    "wrap_activation_checkpoint",
+    "wrap",
+    "invoke_subgraph",
+    "wrap_with_set_grad_enabled",
+    "wrap_with_autocast",
 }
 """Operators that take a graph and compute just what it does, forward and backward."""
 
@@ -121,12 +125,14 @@ def follow(graph: NetworkGraph, symbols: Sequence[Any]) -> Followed:
 
 class _Walk:
     def __init__(self, graph: NetworkGraph, symbols: Sequence[Any]) -> None:
-        self.found, self._values = Followed(), dict[fx.Node, Any]()
+        self.found = Followed()
+        self._values = dict[fx.Node, Any]()
         # what cannot be in the prologue: parameters and buffers, and what writes in place
         self._kept = {*graph.tensors, *(y.node for y in graph.layers if y.effects.writes)}
         self._early = self.found.early
         self._sizes: set[fx.Node] = set()  # nodes that are a number of picked entries
-        self._graph, self._run = graph, Labelling(symbols)
+        self._graph = graph
+        self._run = Labelling(symbols)
         examples: list[Any] = [node.meta.get("example_value") for node in graph.place]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
@@ -218,7 +224,7 @@ class _Walk:
             self.found.tried.add(node)
             return
         # 3. Else the rules decide, or the prologue takes it.
-        self._settle(node, why)
+        self._decide(node, why)
 
     def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
         """Try an operation, and label what it returns if samples do not seem to meet."""
@@ -244,7 +250,7 @@ class _Walk:
             run.set(tensor, label)
         return passed
 
-    def _settle(self, node: fx.Node, why: Reason | None) -> None:
+    def _decide(self, node: fx.Node, why: Reason | None) -> None:
         """Decide whether the prologue computes a node, or else whether samples have met in it.
 
         Args:
@@ -346,7 +352,8 @@ class Labelling(TorchDispatchMode):
 
     def __init__(self, symbols: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.batch, self.symbols = symbols[0], symbols
+        self.batch = symbols[0]
+        self.symbols = symbols
         self._same = dict.fromkeys(symbols, self.batch)
         self.tainted: set[Any] = set()
         self._labels: dict[int, Label] = {}
@@ -413,7 +420,7 @@ class Labelling(TorchDispatchMode):
         return is_symbolic(number) and self.size(number) in self._counts.values()
 
     def is_whole(self, picked: Any, size: Any) -> bool:
-        """Whether an order goes through all entries of a dimension of this size."""
+        """Whether as many entries were picked as a dimension of this size has."""
         return isinstance(picked, int) and self._counts[picked] == self.size(size)
 
     # ------------------------------------------------------------------ labels
@@ -454,7 +461,7 @@ class Labelling(TorchDispatchMode):
         # 1. What it is given, before it may change it.
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         self.draws |= draws(func, args, kwargs)
-        call = Call(func, args, kwargs)
+        call = OperatorArguments(func, args, kwargs)
         seen: Any = call["self"]
         reshapes = torch.Tag.inplace_view in func.tags and isinstance(seen, Tensor)
         if reshapes:
@@ -487,7 +494,12 @@ class Labelling(TorchDispatchMode):
         return result
 
     def _look_at_other_results(
-        self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor], result: Any
+        self,
+        func: Any,
+        call: OperatorArguments,
+        given: list[Tensor],
+        outs: list[Tensor],
+        result: Any,
     ) -> None:
         """Note what an operator writes to and does not return, and numbers that it returns."""
         has_samples = any(self.label(t) is not None for t in given)
@@ -533,7 +545,7 @@ class Labelling(TorchDispatchMode):
         return MEET if each is None or self._changes(each) else label
 
     def _of(
-        self, func: Any, call: Call, given: list[Tensor], outs: list[Tensor]
+        self, func: Any, call: OperatorArguments, given: list[Tensor], outs: list[Tensor]
     ) -> Label | list[Label]:
         # 1. Once samples have met, all that follows has met.
         labels = {self.label(tensor) for tensor in given}
@@ -568,7 +580,7 @@ class Labelling(TorchDispatchMode):
             return MEET
         return rule(self, call, outs)
 
-    def _is_known(self, name: str, call: Call, labels: Collection[Label]) -> bool:
+    def _is_known(self, name: str, call: OperatorArguments, labels: Collection[Label]) -> bool:
         """Whether an operator's rule is right for the `Places` and `Counts` among its inputs."""
         if any(isinstance(one, Counts) for one in labels):
             return name in TAKES_COUNTS | KEEPS_ORDER
@@ -581,7 +593,7 @@ class Labelling(TorchDispatchMode):
         indexes = isinstance(own, Rows) and own.places is None
         return name in KEEPS_POSITION | LOOKS_AT_PLACES or (name in TAKES_PLACES and indexes)
 
-    def _is_range(self, call: Call, outs: list[Tensor]) -> bool:
+    def _is_range(self, call: OperatorArguments, outs: list[Tensor]) -> bool:
         """Whether a call is ``arange(B)`` or, with k entries of each sample, ``arange(B * k)``.
 
         The latter also in steps, of which each sample has a whole number.

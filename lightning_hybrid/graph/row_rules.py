@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FREE: Label = None
 
 
-class Call:
+class OperatorArguments:
     """The arguments of an operator by their names in its schema."""
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Call:
                     yield one
 
 
-Rule = Callable[["Labelling", Call, Sequence[Tensor]], Label | list[Label]]
+Rule = Callable[["Labelling", OperatorArguments, Sequence[Tensor]], Label | list[Label]]
 
 
 @cache
@@ -70,7 +70,7 @@ def _rows(f: Labelling, tensor: Tensor) -> Rows | None:
     return label if isinstance(label, Rows) else None
 
 
-def _of_self(f: Labelling, call: Call) -> Rows:
+def _of_self(f: Labelling, call: OperatorArguments) -> Rows:
     """The rows of ``self``, which must have some: it is the only tensor of the call."""
     rows = f.label(call["self"])
     assert isinstance(rows, Rows)
@@ -100,7 +100,7 @@ def _all_free(f: Labelling, tensors: Sequence[Tensor]) -> bool:
     return all(f.label(tensor) is FREE for tensor in tensors)
 
 
-def dims_of(call: Call, name: str = "dim") -> list[int]:
+def dims_of(call: OperatorArguments, name: str = "dim") -> list[int]:
     """The dimensions that an operator works along, counted from 0; all if it is given none."""
     dim, count = call[name], call["self"].dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
@@ -115,7 +115,7 @@ Keys = Sequence[Any]
 """A key for each dimension of a tensor; ``None``: an operator works along the dimension."""
 
 
-def moved(f: Labelling, call: Call, given: Mapping[str, Keys], out: Keys) -> Label:
+def moved(f: Labelling, call: OperatorArguments, given: Mapping[str, Keys], out: Keys) -> Label:
     """The label of a result, if dimensions with the same key are one and the same.
 
     In "ij, jk -> ik" all that has one i is made of what has the same i. So i may be the samples':
@@ -155,7 +155,7 @@ def letters(spec: str) -> Rule:
     texts = dict(pair.split(":") for pair in given_to.split())
     out, _, others = results.partition(" ")
 
-    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+    def rule(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> list[Label] | Label:
         given = {
             name: _keys(texts.get(name, texts.get("*", "")), value)
             for name, value in call.values.items()
@@ -189,7 +189,7 @@ def unreduced(rule: Rule) -> Rule:
 pointwise = letters("*:. -> .")
 
 
-def fills(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def fills(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """Operators that overwrite ``self`` without reading it (``copy_``, ``uniform_``)."""
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
@@ -198,7 +198,7 @@ def fills(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 # ---------------------------------------------------------------- views
 
 
-def view(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def view(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """A view keeps samples apart if it cuts memory between them and nowhere else.
 
     As many entries as before must stand in front of them, and the dimension that they are in
@@ -224,13 +224,15 @@ def view(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return MEET
 
 
-def expand(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def expand(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     tensor, out = call["self"], outs[0]
     return f.by_shape(out) if f.label(tensor) is FREE else _aligned(f, tensor, out.dim())
 
 
-def repeat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, out, repeats = call["self"], outs[0], call["repeats"]
+def repeat(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
+    tensor = call["self"]
+    out = outs[0]
+    repeats = call["repeats"]
     rows = _aligned(f, tensor, out.dim())
     if not isinstance(rows, Rows):
         return f.by_shape(out)
@@ -239,7 +241,7 @@ def repeat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return replace(rows, outer=rows.outer * f.size(repeats[rows.dim]))
 
 
-def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def permute(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     rows, count = _of_self(f, call), call["self"].dim()
     order = list(range(count))
     if call["dims"] is not None:
@@ -252,13 +254,15 @@ def permute(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows.at(order.index(rows.dim), places=True)
 
 
-def unsqueeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def unsqueeze(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     rows, new = _of_self(f, call), call["dim"] % outs[0].dim()
     return rows.at(rows.dim + (new <= rows.dim), places=True)
 
 
-def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
-    tensor, rows, dims = call["self"], _of_self(f, call), dims_of(call)
+def squeeze(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
+    tensor = call["self"]
+    rows = _of_self(f, call)
+    dims = dims_of(call)
     if call.overload != "default" and rows.dim in dims:
         return MEET  # a single sample's dimension would be dropped
     gone = [d for d in dims if isinstance(tensor.shape[d], int) and tensor.shape[d] == 1]
@@ -266,7 +270,7 @@ def squeeze(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 
 
 def _only_column(rows: Rows, out: Tensor) -> Label:
-    """``rows`` after a view: if only one column has places, the result must be that column."""
+    """The label after a view. If only one column holds places, the result must be that column."""
     if rows.places is None or rows.places.column is None:
         return rows
     return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
@@ -281,7 +285,7 @@ def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> 
     return f.met() if outer is None else replace(rows, outer=outer)
 
 
-def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def slicing(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     tensor, rows = call["self"], f.label(call["self"])
     if not isinstance(rows, Rows):
         return MEET  # the first B entries of a table that all samples share
@@ -292,7 +296,7 @@ def slicing(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return MEET if f.depends(start) or f.depends(call["end"]) or f.depends(step) else rows
 
 
-def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+def split(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label | list[Label]:
     tensor, rows = call["self"], _of_self(f, call)
     if call["dim"] % tensor.dim() == rows.dim:
         parts = [_part(f, tensor, rows, out, 0) for out in outs]  # (a part starts where one ends)
@@ -300,7 +304,7 @@ def split(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Labe
     return MEET if any(map(f.depends, call.numbers())) else rows
 
 
-def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def unbind(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> list[Label] | Label:
     rows, dim = _of_self(f, call), call["dim"] % call["self"].dim()
     if rows.dim == dim:
         return f.met()
@@ -313,7 +317,7 @@ def unbind(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | La
     return [here if column == rows.places.column else found for column in which]
 
 
-def cat(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def cat(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     # (an empty tensor is left out: often the first state of a cache)
     tensors = [t for t in call["tensors"] if not _is_nothing(t)]
     rows = [f.label(t) for t in tensors]
@@ -336,7 +340,7 @@ def _is_nothing(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
 
 
-def stack(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def stack(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     rows, new = _only([f.label(t) for t in call["tensors"]]), call["dim"] % outs[0].dim()
     if not isinstance(rows, Rows) or not all(_rows(f, t) for t in call["tensors"]):
         return MEET
@@ -346,7 +350,7 @@ def stack(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
 # ---------------------------------------------------------------- along dimensions
 
 
-Mixed = Callable[[Call], Iterable[int]]
+Mixed = Callable[[OperatorArguments], Iterable[int]]
 """Gives the dimensions of an argument that an operator works along, from a call."""
 
 
@@ -360,7 +364,7 @@ def within(mixed: Mixed, first: str = "self") -> Rule:
         first: the name of the argument.
     """
 
-    def rule(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+    def rule(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
         count = call[first].dim()
         dims = {dim % max(count, 1) for dim in mixed(call)}
         keys = [None if dim in dims else dim for dim in range(count)]
@@ -374,14 +378,16 @@ along = within(dims_of)
 """The rule of sums, softmax, sorting: along the argument ``dim``."""
 
 
-def _padded(call: Call) -> list[int]:
+def _padded(call: OperatorArguments) -> list[int]:
     """The dimensions that `constant_pad_nd` makes longer or shorter."""
     pad, count = call["pad"], call["self"].dim()
     ends = [(count - 1 - place // 2, size) for place, size in enumerate(pad)]
     return [dim for dim, size in ends if not (isinstance(size, int) and size == 0)]
 
 
-def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def batch_norm(
+    f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
+) -> list[Label] | Label:
     """Batch statistics are those of a micro-batch by definition, so samples do not meet in them.
 
     Instance normalisation is batch normalisation with the samples among the channels.
@@ -401,12 +407,14 @@ def batch_norm(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] 
 _looked_up = letters("weight:ie indices:. -> .e")
 
 
-def embedding(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+def embedding(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label | list[Label]:
     """Rows of a table; with ``scale_grad_by_freq`` its gradient has the numbers of all samples."""
     return f.met() if call["scale_grad_by_freq"] else _looked_up(f, call, outs)
 
 
-def embedding_bag(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label | list[Label]:
+def embedding_bag(
+    f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
+) -> Label | list[Label]:
     """Sums of rows of a table: each bag must have entries of one sample alone.
 
     So it must begin at a place of ``arange(0, B * k, k)``, with the entries in order.
@@ -438,13 +446,13 @@ def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
 # ---------------------------------------------------------------- with indices
 
 
-def gather(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def gather(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     keys = range(call["index"].dim())
     table = [None if key == call["dim"] % max(len(keys), 1) else key for key in keys]
     return moved(f, call, {"self": table, "index": keys}, keys)
 
 
-def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def scatter(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """Each sample writes into its own entries, and indices and values are its own too."""
     count = call["self"].dim()
     keys = [None if key == call["dim"] % max(count, 1) else key for key in range(count)]
@@ -452,7 +460,7 @@ def scatter(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return moved(f, call, dict.fromkeys(names, keys), keys)
 
 
-def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
+def _picks(call: OperatorArguments) -> tuple[list[int], list[Tensor]]:
     """The dimensions that an operator indexes by tensors, and these tensors."""
     if call["indices"] is None:  # (`index_select` and the like have one index)
         return [call["dim"] % max(call["self"].dim(), 1)], [call["index"]]
@@ -461,7 +469,7 @@ def _picks(call: Call) -> tuple[list[int], list[Tensor]]:
     return at, [picks[place] for place in at]
 
 
-def index(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def index(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     at, tensors = _picks(call)
     if _is_own_mask(f, call["self"], at, tensors):
         return Rows(at[0], picked=f.picked_by(tensors[0], outs[0].shape[at[0]]))
@@ -541,7 +549,7 @@ def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
     return label.places == Places(rows.outer, f.size(tensor.shape[rows.dim]), rows.picked)
 
 
-def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def index_put(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """Writing into ``tensor[...]``: the values must have the rows that reading there would give."""
     tensor, value = call["self"], call["source"] if call["values"] is None else call["values"]
     at, tensors = _picks(call)
@@ -570,7 +578,7 @@ def index_put(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return rows if _aligned(f, value, count) in (FREE, there) else MEET
 
 
-def nonzero(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def nonzero(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """One row for each entry that is not zero, with its place in every dimension as columns.
 
     The column of the samples' dimension holds places of samples.
@@ -580,7 +588,7 @@ def nonzero(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
     return Rows(0, 1, places, f.picked_by(mask, outs[0].shape[0]))
 
 
-def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def sort(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> list[Label] | Label:
     """Sorting the samples themselves, of 1-d tensors: the results are picked by the new order."""
     tensor, rows = call["self"], _of_self(f, call)
     if rows != Rows(0, rows.outer) or tensor.dim() != 1:
@@ -591,7 +599,9 @@ def sort(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Labe
     return [Rows(0, picked=picked, is_sorted=ascending), Rows(0, 1, places, picked)]
 
 
-def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def floor_divide(
+    f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
+) -> list[Label] | Label:
     """``places // k`` turns places among k entries of each sample into places of samples."""
     rows, by = f.label(call["self"]), call["other"]
     if isinstance(by, Tensor) and _has_places(f, by):
@@ -605,18 +615,18 @@ def floor_divide(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label
     return replace(rows, places=replace(rows.places, size=size))
 
 
-def histogram(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def histogram(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """``histc`` of sorted numbers: how many samples (or entries of samples) have each number."""
     rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
     return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
 
-def cumsum(f: Labelling, call: Call, outs: Sequence[Tensor]) -> list[Label] | Label:
+def cumsum(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> list[Label] | Label:
     counts = f.label(call["self"])
     return replace(counts, summed=True) if isinstance(counts, Counts) else along(f, call, outs)
 
 
-def grouped_matrices(f: Labelling, call: Call, outs: Sequence[Tensor]) -> Label:
+def grouped_matrices(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """`torch.nn.functional.grouped_mm`: sorted rows, each times the matrix of its group."""
     first = "self" if call["self"] is not None else "input"
     rows, ends = f.label(call[first]), f.label(call["offs"])

@@ -78,7 +78,8 @@ class Trial:
         whole, among, *found = (
             self._computed(tensors, samples, start, incoming)
             for tensors, samples, start in (
-                *((one, sum(_SIZES), 0), (mixed, sum(_SIZES), 0)),
+                (one, sum(_SIZES), 0),
+                (mixed, sum(_SIZES), 0),
                 *zip(parts, _SIZES, (0, _SIZES[0])),
             )
         )

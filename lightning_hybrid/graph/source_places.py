@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from lightning_hybrid._torch.graphs import source_of
+from lightning_hybrid._torch.graphs import placeholder_source
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
@@ -84,7 +84,7 @@ _AS_WRITTEN = (  # from the names in the frame that is captured, which calls the
 
 def input_name(placeholder: fx.Node) -> str:
     """The expression for an input of a graph in the network's `forward`: ``x``, ``self.mask``."""
-    name = source_of(placeholder)
+    name = placeholder_source(placeholder)
     for theirs, written in _AS_WRITTEN:
         name = theirs.sub(written, name)
     return name

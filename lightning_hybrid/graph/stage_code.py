@@ -162,7 +162,8 @@ class GraphCode:
 
         return tuple(
             (
-                *(op, "" if op == "placeholder" else target),
+                op,
+                "" if op == "placeholder" else target,
                 *(repr(fx.node.map_aggregate(each, leaf)) for each in (args, kwargs)),
             )
             for op, _, target, args, kwargs in self.nodes
@@ -292,8 +293,12 @@ def qualified_name(function: Any) -> str:
 
 
 _OTHER_PLACES = (
-    *("torch", "torch.nn.functional", "torch._C._nn", "torch._C"),
-    *("_operator", "torch._numpy"),
+    "torch",
+    "torch.nn.functional",
+    "torch._C._nn",
+    "torch._C",
+    "_operator",
+    "torch._numpy",
 )
 """Modules that have functions whose ``__module__`` names another one."""
 

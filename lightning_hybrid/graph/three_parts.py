@@ -43,7 +43,7 @@ NO_LOSS = (
 )
 """Why no backward begins inside of the call of a network without a tail."""
 
-Run = Callable[..., Sequence[Any]]
+RunGraph = Callable[..., Sequence[Any]]
 """Computes a graph from its arguments, and from its `LossOfCall` if its samples have one."""
 
 
@@ -101,7 +101,7 @@ class Divided:
         except NoSum as error:
             heavy.no_shares = str(error)
 
-    def __call__(self, values: Sequence[Any], run: Run) -> Sequence[Any]:
+    def __call__(self, values: Sequence[Any], run: RunGraph) -> Sequence[Any]:
         """What the graph returns, if it is divided.
 
         Args:
@@ -114,7 +114,7 @@ class Divided:
         found = graph.given(values)
         found |= self._prologue(found)
         inputs = [found[n] for n in self._inputs]
-        if self._loss is None or not torch.is_grad_enabled():
+        if self._loss is None or self.heavy.no_shares or not torch.is_grad_enabled():
             found |= zip(self._taken, run(self.heavy, inputs))
             found |= self._tail(found)
         else:
@@ -182,7 +182,9 @@ class _Parts:
     """
 
     def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool) -> None:
-        self.graph, self.followed, self._draws = graph, followed, draws
+        self.graph = graph
+        self.followed = followed
+        self._draws = draws
         self.layers = {n: y for y in graph.layers for n in (y.node, *y.parts)}
         self.order = {node: number for number, node in enumerate(graph.graph.nodes)}
         self.writers: dict[int, list[fx.Node]] = {}
@@ -194,7 +196,8 @@ class _Parts:
         tail = self._tail(outputs)
         # random numbers that depend on inputs alone are drawn in the prologue, in their order
         drawn = {n for n in tail if n in followed.early and self._is_random(n)}
-        self.tail, self.prologue = tail - drawn, followed.prologue | drawn
+        self.tail = tail - drawn
+        self.prologue = followed.prologue | drawn
         self.early = self.behind(self.prologue)
         # 2. The heavy part: all that others take of it, and all other layers that treat samples one
         #    by one; these may write (running statistics) though nobody takes what they return.
@@ -281,7 +284,9 @@ class _Parts:
 
     def _mistake(self) -> str | None:
         """Why these three parts would not compute what the graph does."""
-        tail, prologue, early = self.tail, self.prologue, self.early
+        tail = self.tail
+        prologue = self.prologue
+        early = self.early
         # 1. What the driver computes must not be computed again by stages, or differently.
         for node in {*tail, *early} & self.layers.keys():
             twice = node in self.heavy and (node in tail or node in prologue)
@@ -394,7 +399,8 @@ def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -
     heavy.leaves = tuple(replace(leaf, rows=label(leaf.node)) for leaf in heavy.leaves)
     heavy.written_leaves = tuple(leaf for leaf in heavy.leaves if leaf.node in written)
     heavy.rows = {node: label(node) for node in heavy.tensor_outputs}
-    heavy.meets, heavy.split_by = None, parts.summary()
+    heavy.meets = None
+    heavy.split_by = parts.summary()
     heavy.tried = tuple(sorted(map(parts.graph.place_of, parts.followed.tried)))
 
 

@@ -43,7 +43,7 @@ Push = tuple[int, int, int, int]
 the version of the weights that its gradient was computed with."""
 
 
-class Home:
+class ParameterServer:
     """The parameter server: the newest weights, and the pushes that are not applied yet.
 
     A message of a replica is one tensor: its gradients, flattened; for each parameter whether it
@@ -56,7 +56,9 @@ class Home:
     """
 
     def __init__(self, replicas: int, bound: int, note: Callable[[Push], None]) -> None:
-        self._replicas, self._bound, self._note = replicas, bound, note
+        self._replicas = replicas
+        self._bound = bound
+        self._note = note
         self._changed = Condition()
         self._version = 0
         self._reads: dict[int, int] = {}  # by replica, the version that it computes with
@@ -177,13 +179,16 @@ class AsynchronousReplica(Part):
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        self._run, self._trainer, self._say = run, run.trainer, say
-        self._together, self._stepping = True, False
+        self._run = run
+        self._trainer = run.trainer
+        self._say = say
+        self._together = True
+        self._stepping = False
         self._step = 0
         self._gradients: list[Tensor | None] = []
         self._read = torch.empty(0)
         self._order: list[Push] = []
-        self._home: Home | None = None
+        self._home: ParameterServer | None = None
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, driver: Driver) -> None:
@@ -202,7 +207,7 @@ class AsynchronousReplica(Part):
         self._averages.synchronize = False
         self._wire = GroupWire(mesh.drivers, 0, "replica 0", _TAG)
         if mesh.coordinates.dp_rank == 0:
-            self._home = Home(replicas, bound, self._order.append)
+            self._home = ParameterServer(replicas, bound, self._order.append)
             for replica in range(1, replicas):
                 wire = GroupWire(mesh.drivers, replica, f"replica {replica}", _TAG)
                 serve = BackgroundThread(self._serve, "hybrid-home", replica, wire, awaited=True)
@@ -404,7 +409,7 @@ def _needs_all(run: Run) -> Iterator[str]:
 
 
 def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """What does not step once a batch with an optimizer that may be given parts of a gradient."""
+    """Reasons why a run has no plain step in each batch, by an optimizer for partial gradients."""
     yield from steps_otherwise(run.trainer, "steps once a batch")
     if len(optimizers) != 1:
         yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"

@@ -44,7 +44,8 @@ class ComingBatch:
     """
 
     def __init__(self, raw: Any, error: Exception | None) -> None:
-        self.raw, self.error = raw, error
+        self.raw = raw
+        self.error = error
         self.handed = self.is_ready = False
         self.ready: Any = None
         self.tensors: Sequence[Tensor] = ()
@@ -60,7 +61,8 @@ class ComingBatch:
             self.ready = move(raw)
             self.tensors = [plain(tensor) for _, tensor in tensors_in(self.ready)]
             # drop the original, which may be large
-            self.is_ready, self.raw = True, None
+            self.is_ready = True
+            self.raw = None
         return self.ready
 
 
@@ -75,7 +77,8 @@ class Iteration:
     """
 
     def __init__(self, loader: Any, asked: Callable[["Iteration"], None]) -> None:
-        self._source, self._asked = iter(loader), asked
+        self._source = iter(loader)
+        self._asked = asked
         self._batches: deque[ComingBatch] = deque()  # fetched, and not begun yet
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,7 +142,8 @@ class ComingLoader:
     iteration: Iteration | None
 
     def __init__(self, loader: Any) -> None:
-        self.users_loader, self.iteration = loader, None
+        self.users_loader = loader
+        self.iteration = None
 
     def __getattr__(self, name: str) -> Any:
         if name in self._own:  # not set yet, in the constructor
@@ -178,7 +182,8 @@ class ComingBatches(Part, Batches):
     """
 
     def __init__(self, trainer: Trainer, barrier: Literal["step", "epoch"]) -> None:
-        self._trainer, self._barrier = trainer, barrier
+        self._trainer = trainer
+        self._barrier = barrier
         self._move: Callable[[Any], Any] = lambda batch: batch
         self._begun: ComingBatch | None = None
         self._iteration: Iteration | None = None
@@ -195,7 +200,8 @@ class ComingBatches(Part, Batches):
             batch: the batch, as the precision plugin has made it.
             move: moves a batch to the device.
         """
-        self._iteration, self._move = self._the_loader().iteration, move
+        self._iteration = self._the_loader().iteration
+        self._move = move
         self._begun = self._iteration.begin() if self._iteration else None
         return move(batch) if self._begun is None else self._begun.make_ready(move, batch)
 
@@ -292,9 +298,9 @@ class PlainDescent(Part):
 
 
 def refuse_streaming(run: Run) -> None:
-    """What does not go together with forwards that begin before their batch has its turn.
+    """Refuse what contradicts a streamed schedule, whose forwards begin before their batch.
 
-    What only the network's first call tells is refused then: see
+    What only the network's first call shows is refused in that call: see
     :mod:`lightning_hybrid.driver.streamed_calls`.
 
     Args:

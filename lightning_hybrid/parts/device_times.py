@@ -18,7 +18,8 @@ class StepWatcher(Part):
     _window: "Window | None" = None
 
     def __init__(self, run: Run) -> None:
-        self._run, self._trainer = run, run.trainer
+        self._run = run
+        self._trainer = run.trainer
 
     def begin(self, driver: Driver) -> None:
         self._driver = driver
@@ -57,7 +58,8 @@ class Window:
 
     def __init__(self, meter: Callable[[], Sequence[float]]) -> None:
         self._meter = meter
-        self.wall_s, self.busy_s = 0.0, list[float]()
+        self.wall_s = 0.0
+        self.busy_s = list[float]()
         self._since: float | None = None
         self.resume()
 

@@ -31,7 +31,9 @@ class LostReplicas(Part):
     agrees_to_end = True
 
     def __init__(self, run: Run, left: Survivors, say: Callable[[Collection[int]], None]) -> None:
-        self._trainer, self._survivors, self._say = run.trainer, left, say
+        self._trainer = run.trainer
+        self._survivors = left
+        self._say = say
 
     def begin(self, driver: Driver) -> None:
         begin_batches_alone(self._trainer, alone=True)

@@ -50,7 +50,10 @@ class PerformanceLog(StepWatcher):
         self._first_step: int | None = None
         self._window = None
         self._begun = self._samples = 0  # first step of the window, samples in it
-        self._all_steps, self._all_samples, self._all_s = 0, 0, 0.0  # of all windows
+        # of all windows
+        self._all_steps = 0
+        self._all_samples = 0
+        self._all_s = 0.0
 
     def batch_starts(self, batch: Any) -> None:
         """Log new plans, and the window, if it has enough steps; count the samples of the batch."""
@@ -66,7 +69,9 @@ class PerformanceLog(StepWatcher):
         # not in the first step, in which networks are captured and measured
         if self._window is None and step > self._first_step:
             self._log_start(step)
-            self._window, self._begun, self._samples = Window(self.busy_s), step, 0
+            self._window = Window(self.busy_s)
+            self._begun = step
+            self._samples = 0
         if self._window is not None:
             self._samples += first_size(batch) or 0
 

@@ -8,7 +8,7 @@ from lightning_hybrid.stage import state_buffers
 
 
 def steps_otherwise(trainer: Trainer, once: str) -> Iterator[str]:
-    """What does not step once a batch.
+    """Reasons why optimizers would not step once in each batch.
 
     Args:
         trainer: Lightning's.

@@ -35,7 +35,7 @@ and speeds of processors that are measured at two times differ by a tenth withou
 
 @dataclass(frozen=True)
 class BusyWindow:
-    """What was measured in the batches of a window, per batch.
+    """Measured times of the batches of a window, per batch.
 
     Attributes:
         busy_s: seconds that each device of a replica has computed, the driver's first.
@@ -80,7 +80,7 @@ class Comparison:
         return self.times[self.device] / min(self.times)
 
     def speeds(self, plan: Plan) -> list[float]:
-        """Those of the devices, by their index in the replica."""
+        """Speeds of the devices, by their index in the replica."""
         capacities, usual = plan.capacities or (1.0,) * len(self.times), min(self.times)
         return [capacity * usual / time for capacity, time in zip(capacities, self.times)]
 
@@ -104,7 +104,7 @@ class Replanning(StepWatcher):
         self._why = ""  # of replica 0, for what is said of the decision
 
     def begin_anew(self) -> None:
-        """What was measured before does not count."""
+        """Forget all measurements so far."""
         self._batches = 0  # of the window, or before the first
         self._window = None
         self._windows: deque[BusyWindow] = deque(maxlen=WINDOWS)
@@ -148,11 +148,11 @@ class Replanning(StepWatcher):
         return plans
 
     def cuts_decided(self, plans: Mapping[str, Plan], reason: str) -> None:
-        """Say what becomes of new plans.
+        """Tell the user whether new plans are used.
 
         Args:
             plans: that were found.
-            reason: why they cannot be had; empty: they are in force from now on.
+            reason: why they cannot be used; empty: they are used from now on.
         """
         for name, plan in plans.items():
             if reason:
@@ -222,9 +222,9 @@ class Replanning(StepWatcher):
 
 
 def _slowest(windows: Sequence[BusyWindow]) -> BusyWindow:
-    """The window of a replica that is as slow as the slowest one, for each device by itself.
+    """One window for all replicas: each device with the time of its slowest replica.
 
-    The replicas train side by side, so the device of a stage is waited for in all of them.
+    All replicas wait for the slowest device of a stage.
     """
     busy_s = [max(column) for column in zip(*(window.busy_s for window in windows))]
     return BusyWindow(busy_s, max(window.wall_s for window in windows))
@@ -235,7 +235,7 @@ def _shown(plan: Plan) -> str:
 
 
 def planned_busy_s(plan: Plan) -> list[float]:
-    """Seconds that each device is to compute per batch, by its index in the replica."""
+    """Planned seconds of computation of each device per batch, by its index in the replica."""
     seconds = [0.0] * plan.devices_per_replica
     for copies, row in zip(plan.owners, plan.rows):
         of_each = (row.forward_s or 0.0) + (row.backward_s or 0.0)

@@ -38,7 +38,8 @@ class ReplicaTimes:
     def batch_arrives(self) -> float:
         """A batch is about to be trained on. Returns the seconds of the one before; 0: unknown."""
         before = self._of_last()
-        self._begun, self._ended = self._now(), None
+        self._begun = self._now()
+        self._ended = None
         return before
 
     def backward_is_over(self) -> None:

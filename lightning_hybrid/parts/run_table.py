@@ -36,7 +36,9 @@ def add_run(run: Run, measured: Mapping[str, float]) -> None:
         run: the fit.
         measured: the columns ``batch_samples`` and ``step_s``.
     """
-    trainer, plans, here = run.trainer, run.plans.values(), run.world.coordinates
+    trainer = run.trainer
+    plans = run.plans.values()
+    here = run.world.coordinates
     folder = trainer.default_root_dir
     trial: int = trainer.fast_dev_run  # type: ignore[attr-defined]
     # remote file systems do not support appending

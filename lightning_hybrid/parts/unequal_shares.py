@@ -25,7 +25,7 @@ from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import ANOTHER_REPLICA, start, wait
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.parts.replica_times import ReplicaTimes
-from lightning_hybrid.planning import batch_sizes, deal
+from lightning_hybrid.planning import batch_sizes, share_samples
 from lightning_hybrid.run import Part, Run
 
 
@@ -44,7 +44,8 @@ class DealtBatches:
     def __init__(
         self, shares: "UnequalShares", loader: Any, sampler: DistributedSampler[Any]
     ) -> None:
-        self._shares, self.sampler = shares, sampler
+        self._shares = shares
+        self.sampler = sampler
         self.drop_last: bool = loader.drop_last
         # samples of a full global batch
         self.whole: int = loader.batch_size * len(shares.speeds)
@@ -96,7 +97,9 @@ class UnequalShares(Part):
     """
 
     def __init__(self, run: Run) -> None:
-        mesh, cluster, plan = run.world.mesh, run.world.cluster, run.config.plan
+        mesh = run.world.mesh
+        cluster = run.world.cluster
+        plan = run.config.plan
         here = mesh.coordinates
         if run.synchronised and here.ranks_per_replica > 1 and run.config.microbatches != 1:
             raise PlanError(
@@ -111,7 +114,9 @@ class UnequalShares(Part):
         elif cluster is not None:
             self.speeds = cluster.replica_speeds
         trainer = self._trainer = run.trainer
-        self._replica, self._drivers, self._survivors = here.dp_rank, mesh.drivers, mesh.survivors
+        self._replica = here.dp_rank
+        self._drivers = mesh.drivers
+        self._survivors = mesh.survivors
         # by which each epoch has other shares
         self._times: ReplicaTimes | None = None
         if run.config.replans_shares:
@@ -132,7 +137,7 @@ class UnequalShares(Part):
         """Which samples of a global batch of this size are this replica's, at such speeds."""
         living = self._living
         place = living.index(self._replica)
-        ends = list(accumulate(deal(size, [speeds[r] for r in living]), initial=0))
+        ends = list(accumulate(share_samples(size, [speeds[r] for r in living]), initial=0))
         return range(ends[place], ends[place + 1])
 
     def position(self, batches: int) -> tuple[int, int]:
@@ -169,7 +174,8 @@ class UnequalShares(Part):
         self._refuse(loader, len(sampler.dataset))  # type: ignore[arg-type]
         # the same order of all samples, by a sampler that is not the user's own object
         sampler = copy(sampler)
-        sampler.num_replicas, sampler.rank = 1, 0
+        sampler.num_replicas = 1
+        sampler.rank = 0
         sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
         batches = DealtBatches(self, loader, sampler)
         if self._batch != batches.whole:  # else a loader of another epoch, or one more
@@ -247,7 +253,7 @@ class UnequalShares(Part):
                 self._share_anew(self._times.speeds())
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
-        """A loss whose gradients, averaged over the replicas, are those of the global batch."""
+        """Scale the loss so that gradients, averaged over the replicas, are the global batch's."""
         if self._survivors is not None:
             return loss * self._survivors.weight
         self._hear()
@@ -276,9 +282,9 @@ class UnequalShares(Part):
         """The next epoch is dealt by what was measured in this one, where it changes a share."""
         if speeds is None or not self._batch:
             return
-        before = deal(self._batch, self.speeds)
+        before = share_samples(self._batch, self.speeds)
         self.speeds = speeds
-        if deal(self._batch, speeds) != before:
+        if share_samples(self._batch, speeds) != before:
             rank_zero_info(f"replan='epoch': from the next epoch on {self._told()}")
 
     def say_who_is_left(self, lost: Collection[int]) -> None:
@@ -294,7 +300,7 @@ class UnequalShares(Part):
 
     def _told(self) -> str:
         left = [self.speeds[replica] for replica in self._living]
-        shares = ", ".join(map(str, deal(self._batch, left)))
+        shares = ", ".join(map(str, share_samples(self._batch, left)))
         speeds = ", ".join(f"{speed / max(left):.2g}" for speed in left)
         return (
             f"the replicas take {shares} of each {self._batch} samples (relative speeds {speeds})."

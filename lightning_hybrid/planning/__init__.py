@@ -13,6 +13,7 @@ from lightning_hybrid.planning.cluster import (
 )
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
+from lightning_hybrid.planning.fastest_sizes import Machine, fastest_sizes
 from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory_check import gigabytes
 from lightning_hybrid.planning.memory_free import (
@@ -27,17 +28,16 @@ from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
-from lightning_hybrid.planning.search import AUTO, Method, Objective, PlanSettings
+from lightning_hybrid.planning.search import AUTO, Method, PlanObjective, PlanSettings
+from lightning_hybrid.planning.shape_costs import CostsOf
 from lightning_hybrid.planning.shapes import (
-    Asked,
     Shape,
+    ShapeRequest,
     Sizes,
     plans_of,
     rank_shapes,
     recommended,
 )
-from lightning_hybrid.planning.shares import batch_sizes, deal
-from lightning_hybrid.planning.sizes import Machine, choose_sizes
-from lightning_hybrid.planning.step_problems import CostsOf
+from lightning_hybrid.planning.shares import batch_sizes, share_samples
 from lightning_hybrid.planning.step_time import speedup
 from lightning_hybrid.planning.units import parse, spell

@@ -23,10 +23,9 @@ from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.copied_stages import CopiedStages, owners_of
+from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.shares import deal
-from lightning_hybrid.planning.step_problem import StepProblem
-from lightning_hybrid.planning.step_problems import (
+from lightning_hybrid.planning.shape_costs import (
     CostsOf,
     Ring,
     in_training,
@@ -37,8 +36,10 @@ from lightning_hybrid.planning.step_problems import (
     unlimited,
     with_copies,
 )
+from lightning_hybrid.planning.shares import share_samples
+from lightning_hybrid.planning.step_problem import StepProblem
 
-Rng = np.random.Generator
+RandomGenerator = np.random.Generator
 
 MOST_TURNS = 3
 """Stages per device that are tried at most."""
@@ -71,6 +72,7 @@ class Arrangement:
         microbatches: slices of a replica's batch.
         recompute: whether stages run their forward again.
         ends: for each stage the number after its last partition.
+        inside: whether backwards run inside of calls.
     """
 
     devices: tuple[int, ...]
@@ -80,6 +82,7 @@ class Arrangement:
     microbatches: int
     recompute: bool
     ends: tuple[int, ...]
+    inside: bool = False
 
     @property
     def size(self) -> int:
@@ -103,13 +106,15 @@ class Arrangement:
 
 
 class Arrangements:
-    """All arrangements of a network on a cluster, as a space to search: see `allocation.Space`.
+    """All arrangements of a network on a cluster, which `allocation.evolve` searches.
 
     Args:
         costs_of: the costs of the network's partitions.
         cluster: the devices.
         batch: samples of one replica in a step.
         microbatches: the numbers of micro-batches there may be.
+        may_go_inside: whether backwards may run inside of calls; else an arrangement that has them
+            there stands for one that has not.
     """
 
     def __init__(
@@ -118,8 +123,11 @@ class Arrangements:
         cluster: ClusterDescription,
         batch: int,
         microbatches: Sequence[int],
+        *,
+        may_go_inside: bool = False,
     ) -> None:
         self.costs_of, self.cluster, self.batch = costs_of, cluster, batch
+        self.may_go_inside = may_go_inside
         self.numbers = list(microbatches)
         self.cost = lru_cache(maxsize=None)(self._cost)
         self.kinds = lru_cache(maxsize=4096)(self._kinds)
@@ -134,7 +142,7 @@ class Arrangements:
 
     @cached_property
     def partitions(self) -> int:
-        """Their number."""
+        """Number of network partitions."""
         return len(self.costs(1).forward_s)
 
     @cached_property
@@ -143,9 +151,15 @@ class Arrangements:
         return not self.costs(1).state_bytes
 
     def estimated(self) -> "Arrangements":
-        """The same with costs that are proportional to those of a whole batch."""
+        """This space with estimated costs, which are proportional to those of a whole batch."""
         whole, batch = self.costs(1), self.batch
-        return Arrangements(lambda n: whole.scaled(n / batch), self.cluster, batch, self.numbers)
+        return Arrangements(
+            lambda n: whole.scaled(n / batch),
+            self.cluster,
+            batch,
+            self.numbers,
+            may_go_inside=self.may_go_inside,
+        )
 
     def _cost(self, genes: Arrangement) -> float:
         """Seconds for a sample; infinite where a device cannot hold its stages."""
@@ -169,7 +183,16 @@ class Arrangements:
     def whole(self, genes: Arrangement) -> StepProblem:
         """The step of the slowest devices of all replicas, as a chain."""
         return self.problem(
-            *(genes.used, genes.size, genes.microbatches, genes.recompute, self.batch, None)
+            *(genes.used, genes.size, genes.microbatches, self.way(genes), self.batch, None)
+        )
+
+    def way(self, genes: Arrangement) -> ChainSizes:
+        """The way in which a replica is spread."""
+        return ChainSizes(
+            stages=genes.size,
+            microbatches=genes.microbatches,
+            recompute=genes.recompute,
+            inside=genes.inside and self.may_go_inside,
         )
 
     def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
@@ -184,7 +207,10 @@ class Arrangements:
         The time of each replica grows with its share, so shares where no sample of the slowest
         would end sooner elsewhere are the best.
         """
-        used, size, slices, chain = genes.used, genes.size, genes.microbatches, genes.chain
+        used = genes.used
+        size = genes.size
+        slices = genes.microbatches
+        chain = genes.chain
         kinds, known = self.kinds(used, size), dict[tuple[int, int], float]()
 
         def time_s(replica: int, share: int) -> float:
@@ -195,7 +221,7 @@ class Arrangements:
             return known[key]
 
         total = genes.replicas * self.batch
-        rest = deal(total - genes.replicas * (slices - 1), self.rates(genes))
+        rest = share_samples(total - genes.replicas * (slices - 1), self.rates(genes))
         shares = [slices - 1 + share for share in rest]
         replicas = range(genes.replicas)
         now_s = [time_s(r, shares[r]) for r in replicas]
@@ -225,7 +251,7 @@ class Arrangements:
     def of_replica(self, genes: Arrangement, share: int, replica: int) -> StepProblem:
         """The step of one replica with so many samples."""
         return self.problem(
-            *(genes.used, genes.size, genes.microbatches, genes.recompute, share, replica)
+            *(genes.used, genes.size, genes.microbatches, self.way(genes), share, replica)
         )
 
     def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
@@ -248,7 +274,7 @@ class Arrangements:
         return max(0.0, 1 - busy_s / (len(genes.used) * step_s)) if step_s else 0.0
 
     def _table(
-        self, slices: int, replicas: int, size: int, ring: Ring, recompute: bool, share: int
+        self, slices: int, replicas: int, ring: Ring, way: ChainSizes, share: int
     ) -> PartitionTable:
         costs, rates = self.costs(slices).divided(replicas), self.cluster.rates
         costs = costs.averaged() if replicas > 1 else costs
@@ -257,40 +283,45 @@ class Arrangements:
         if rates is not None:
             reduce_s, step_s = rates.after_backward(costs.gradient_bytes, replicas)
             costs = replace(costs, step_s=step_s)
-        # a single stage runs the backward of each micro-batch before the next one's forward
-        return in_training(costs, slices if size > 1 else 1, reduce_s, recompute)
+        return in_training(costs, way, reduce_s)
 
     def _problem(
         self,
         used: tuple[int, ...],
         size: int,
         slices: int,
-        recompute: bool,
+        way: ChainSizes,
         share: int,
         replica: int | None,
     ) -> StepProblem:
         """The step of the slowest devices, or that of one replica."""
         ring, links = self._rings(used, size), self._links(used, size)
-        table = self.table(slices, len(used) // size, size, ring, recompute, share)
-        return problem_of(table, self._picked(used), size, slices, links, recompute, replica)
+        table = self.table(slices, len(used) // size, ring, way, share)
+        return problem_of(table, self._picked(used), way, links, replica)
 
     def _copied(self, used: tuple[int, ...], copies: tuple[int, ...], slices: int) -> CopiedStages:
         size = sum(copies)
-        problem = self.problem(used, size, slices, False, self.batch, None)
+        way = ChainSizes(stages=size, microbatches=slices)
+        problem = self.problem(used, size, slices, way, self.batch, None)
         return with_copies(problem, copies, self._picked(used))
 
     # ------------------------------------------------------------------ moves
 
-    def neighbour(self, genes: Arrangement, rng: Rng) -> Arrangement:
-        """The same with a cut, a device, a copy, a stage, a replica or micro-batches changed."""
+    def neighbour(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement:
+        """A copy with a changed cut, device, copy, stage, replica or number of micro-batches."""
         moves = (
-            *(self._cut, self._swapped, self._sliced, self._sized, self._divided, self._turned),
+            self._cut,
+            self._swapped,
+            self._sliced,
+            self._sized,
+            self._divided,
+            self._turned,
             self.laid,
         )
         changed = moves[bisect(_OFTEN, rng.random())](genes, rng)
         return changed if changed is not None and self._may_be(changed) else genes
 
-    def random(self, rng: Rng) -> Arrangement:
+    def random(self, rng: RandomGenerator) -> Arrangement:
         """Any arrangement, with fair cuts."""
         count = len(self.cluster.devices)
         while True:
@@ -314,7 +345,7 @@ class Arrangements:
             if found is not None and self._may_be(found):
                 return found
 
-    def cross(self, left: Arrangement, right: Arrangement, rng: Rng) -> Arrangement:
+    def cross(self, left: Arrangement, right: Arrangement, rng: RandomGenerator) -> Arrangement:
         """The shape of one parent on the devices of the other, with the cuts or cut again."""
         changed = self._cut_or_not(replace(left, devices=right.devices), rng)
         return changed if changed is not None and self._may_be(changed) else left
@@ -332,7 +363,7 @@ class Arrangements:
         )
 
     def seated(self, genes: Arrangement) -> Arrangement:
-        """The same, where the first of the devices that are used drives the first replica."""
+        """The arrangement with its first used device as the driver of the first replica."""
         size, used = genes.size, list(genes.used)
         first = used.index(min(used))
         driver = first - first % size
@@ -342,14 +373,14 @@ class Arrangements:
         return replace(genes, devices=(*used, *spare))
 
     def across(self, genes: Arrangement) -> Arrangement | None:
-        """The same where each stage has devices of about one speed in all replicas."""
+        """The arrangement with devices of about the same speed for each stage in all replicas."""
         speeds, replicas = self.cluster.relative_speeds, genes.replicas
         ranked = sorted(genes.used, key=lambda device: -speeds[device])
         used = [device for first in range(replicas) for device in ranked[first::replicas]]
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
     def alike(self, genes: Arrangement) -> Arrangement | None:
-        """The same where all replicas are about as fast: the next fastest joins the slowest."""
+        """The arrangement with replicas of about equal speed: fast devices join slow replicas."""
         speeds, size = self.cluster.relative_speeds, genes.size
         teams: list[list[int]] = [[] for _ in range(genes.replicas)]
         for device in sorted(genes.used, key=lambda device: -speeds[device]):
@@ -358,8 +389,8 @@ class Arrangements:
         used = [device for team in teams for device in team]
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
-    def laid(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
-        """The same shape on the fastest or any devices, stage by stage or in any order."""
+    def laid(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
+        """The same shape on the fastest or on random devices, by stage or in random order."""
         speeds, size = self.cluster.relative_speeds, genes.size
         devices = rng.permutation(len(genes.devices)).tolist()
         if rng.random() < 0.7:  # the slowest are left out
@@ -431,7 +462,7 @@ class Arrangements:
             problem, chain = self.whole(genes), genes.chain
         return balanced_ends(problem, chain) or balanced_ends(unlimited(problem), chain)
 
-    def _cut(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _cut(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         ends = list(genes.ends)
         if len(ends) < 2:
             return None
@@ -452,7 +483,7 @@ class Arrangements:
             return None
         return replace(genes, ends=tuple(ends))
 
-    def _swapped(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _swapped(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """Two devices change places, of which one at least is used; or two ranks of all replicas.
 
         The stages of a rank are as slow as its slowest device, so that one device alone gains
@@ -460,7 +491,9 @@ class Arrangements:
         """
         if len(genes.devices) < 2:
             return None
-        devices, used, size = list(genes.devices), len(genes.used), genes.size
+        devices = list(genes.devices)
+        used = len(genes.used)
+        size = genes.size
         if genes.replicas == 1 or size == 1 or rng.random() < 0.7:
             one, other = int(rng.integers(used)), int(rng.integers(len(devices)))
             devices[one], devices[other] = devices[other], devices[one]
@@ -476,11 +509,11 @@ class Arrangements:
             genes = replace(genes, ends=tuple(accumulate(held)))
         return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
 
-    def _cut_or_not(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
-        """The same seated, with its own cuts, which may be the better ones, or balanced ones."""
+    def _cut_or_not(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
+        """The arrangement, either with its own cuts, or with balanced ones."""
         return self.recut(genes) if rng.random() < 0.5 else self.seated(genes)
 
-    def _sliced(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _sliced(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """Another number of micro-batches, or what memory they need."""
         slices, recompute = genes.microbatches, genes.recompute
         if rng.random() < 0.2:
@@ -494,7 +527,7 @@ class Arrangements:
         # other micro-batches hold more or less, so that other cuts may fit
         return self.recut(changed) if rng.random() < 0.5 else changed
 
-    def _sized(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _sized(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """A copy more or less, or a stage; in all replicas."""
         copies, kind = list(genes.copies), int(rng.integers(4))
         place = int(rng.integers(len(copies)))
@@ -510,7 +543,7 @@ class Arrangements:
             return None
         return self.recut(replace(genes, copies=tuple(copies)))
 
-    def _divided(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _divided(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """One replica more or less, or two that become one of twice the stages, or the reverse."""
         kind, stages = int(rng.integers(4)), len(genes.copies)
         if kind < 2:
@@ -526,7 +559,7 @@ class Arrangements:
             return None
         return self.recut(changed)
 
-    def _turned(self, genes: Arrangement, rng: Rng) -> Arrangement | None:
+    def _turned(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """One round of a loop more or less."""
         turns = genes.turns + (1 if rng.random() < 0.5 else -1)
         if genes.has_copies or genes.size == 1 or not 1 <= turns <= MOST_TURNS:
@@ -550,7 +583,7 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
 
 
 def starts_of(
-    space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: Rng
+    space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: RandomGenerator
 ) -> list[Arrangement]:
     """The best arrangements of other shapes: of the seeds, or tried first. The best comes first.
 
@@ -567,12 +600,12 @@ def starts_of(
 
 
 def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
-    """The same with balanced cuts, also with like replicas or like stages of all replicas."""
+    """Variants of arrangements: balanced cuts, replicas of equal speed, stages of equal speed."""
     orders = (move(genes) for genes in found for move in (space.recut, space.across, space.alike))
     return [genes for genes in orders if genes is not None]
 
 
-def _screened(space: Arrangements, count: int, rng: Rng) -> list[Arrangement]:
+def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arrangement]:
     """Of many shapes the best, each with the best of a few orders of the devices.
 
     All are tried on a few, the better half of them on a few more, and so on.

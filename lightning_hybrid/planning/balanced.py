@@ -59,7 +59,8 @@ class _Packing:
     """Fills one run after the other with partitions, up to a limit of time."""
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
-        self.problem, self.order = problem, list(order)
+        self.problem = problem
+        self.order = list(order)
         self.work = [0.0, *accumulate(problem.table.loads)]
         self.memory = problem.table.sums["memory_bytes"]
         turns = max(self.order.count(device) for device in set(self.order))
@@ -72,7 +73,9 @@ class _Packing:
 
     def ends(self, limit_s: float) -> list[int] | None:
         """Ends of runs that, like their messages, take at most `limit_s` each; None: impossible."""
-        problem, n, count = self.problem, self.problem.n, len(self.order)
+        problem = self.problem
+        n = self.problem.n
+        count = len(self.order)
         ends, start = [], 0
         for run, device in enumerate(self.order):
             furthest = n - (count - 1 - run)  # leaves a partition for each run that follows

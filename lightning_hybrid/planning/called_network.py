@@ -44,6 +44,6 @@ class CalledNetwork:
         return cached(measured, *known, device)
 
     def remembered(self, device: torch.device) -> "CalledNetwork":
-        """The same with its profile, and without the memory of the tensors of its call."""
+        """This network with its profile, and without the memory of the tensors of its call."""
         leaves = [leaf.detach().to("meta") for leaf in self.leaves]
         return replace(self, leaves=leaves, known=self.profile(device))

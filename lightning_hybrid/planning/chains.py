@@ -99,11 +99,14 @@ class _Programme:
     """
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
-        self.problem, self.order = problem, list(order)
+        self.problem = problem
+        self.order = list(order)
         self.more = problem.microbatches - 1
         sums = {name: np.asarray(values) for name, values in problem.table.sums.items()}
-        self.forward, self.backward = sums["forward_s"], sums["backward_s"]
-        self.reduce, self.step = sums["reduce_s"], sums["step_s"]
+        self.forward = sums["forward_s"]
+        self.backward = sums["backward_s"]
+        self.reduce = sums["reduce_s"]
+        self.step = sums["step_s"]
         self.held = self._held(sums["memory_bytes"]) if problem.ceilings else None
         self.fronts = self._fronts()
 

@@ -17,7 +17,7 @@ from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.simulate import DealtCosts, Edge
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.schedules import Copy
+from lightning_hybrid.schedules import StageCopy
 
 _MOST_CUTS = 100
 """Sets of cuts that are all tried."""
@@ -118,19 +118,21 @@ class CopiedStages:
         return size * self.links.seconds_per_byte[first][0] + self.links.latency_s[first][0]
 
     def _edges(self, ends: Sequence[int]) -> dict[Edge, tuple[float, float]]:
-        owners, table, links = owners_of(self.copies), self.chain.table, self.links
+        owners = owners_of(self.copies)
+        table = self.chain.table
+        links = self.links
         sizes = [table.cut_bytes[end - 1] for end in ends[:-1]]
         edges = {}
         for stage, (size, (here, there)) in enumerate(zip(sizes, pairwise(owners))):
             for i, source in enumerate(here):
                 for j, target in enumerate(there):
-                    edges[Copy(stage, i), Copy(stage + 1, j)] = (
+                    edges[StageCopy(stage, i), StageCopy(stage + 1, j)] = (
                         size * links.seconds_per_byte[source][target],
                         links.latency_s[source][target],
                     )
         # the outputs of the other copies of the last stage go to the driver
         for i, source in enumerate(owners[-1][:-1]):
-            edges[Copy(len(owners) - 1, i), Copy(len(owners), 0)] = (
+            edges[StageCopy(len(owners) - 1, i), StageCopy(len(owners), 0)] = (
                 table.output_bytes * links.seconds_per_byte[source][0],
                 links.latency_s[source][0],
             )

@@ -1,7 +1,7 @@
 """The step time of fill-drain with copies of stages: that of `simulate_dealt`, computed faster."""
 
 from lightning_hybrid.planning.simulate import DealtCosts
-from lightning_hybrid.schedules import Copy
+from lightning_hybrid.schedules import StageCopy
 
 _NOTHING = 0.0, 0.0
 
@@ -13,7 +13,9 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     searches call it thousands of times. Messages go between neighbouring stages, and between copies
     of the last one and the driver; inputs take no time.
     """
-    copies, edges, last = costs.copies, costs.edges, len(costs.copies) - 1
+    copies = costs.copies
+    edges = costs.edges
+    last = len(costs.copies) - 1
     stages = range(len(copies))
     # plain lists by stage and copy, which are several times faster than dicts
     clock_s = [[0.0] * count for count in copies]
@@ -36,7 +38,7 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
             clock_s[stage][copy] = now_s
             other = 0 if stage == last else number % copies[stage + 1]
             # only where the last stage has copies has it an edge to one behind it
-            link = edges.get((Copy(stage, copy), Copy(stage + 1, other)))
+            link = edges.get((StageCopy(stage, copy), StageCopy(stage + 1, other)))
             if link is not None:
                 now_s = sent(stage, copy, link, now_s)
         arrived_s[number] = now_s
@@ -45,7 +47,7 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     last_s = [[*clocks] for clocks in clock_s]  # when the copy's last computation began
     for number in reversed(range(microbatches)):
         copy = number % copies[last]
-        link = edges.get((Copy(last, copy), Copy(last + 1, 0)))
+        link = edges.get((StageCopy(last, copy), StageCopy(last + 1, 0)))
         arrived_s[number] = start_s if link is None else sent(last, copies[last] - 1, link, start_s)
     for number in reversed(range(microbatches)):
         now_s = arrived_s[number]
@@ -54,7 +56,7 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
             begun_s = last_s[stage][copy] = max(clock_s[stage][copy], now_s)
             now_s = clock_s[stage][copy] = begun_s + costs.backward_s[stage][copy]
             if stage:
-                ends = Copy(stage - 1, number % copies[stage - 1]), Copy(stage, copy)
+                ends = StageCopy(stage - 1, number % copies[stage - 1]), StageCopy(stage, copy)
                 now_s = sent(stage, copy, edges.get(ends, _NOTHING), now_s)
     # a copy without a micro-batch does nothing in the backward: its REDUCE begins at once
     return max(

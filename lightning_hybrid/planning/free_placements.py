@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_hybrid.planning.step_problem import StepProblem
 
-Labels = tuple[int, ...]
+DevicesOfPartitions = tuple[int, ...]
 
 
 class FreePlacements:
@@ -22,11 +22,11 @@ class FreePlacements:
     def __init__(self, problem: StepProblem) -> None:
         self.problem = problem
 
-    def cost(self, genes: Labels) -> float:
+    def cost(self, genes: DevicesOfPartitions) -> float:
         """Seconds of a step; infinite if a device has too little memory."""
         return self.problem.step_time_s(*runs(genes))
 
-    def random(self, rng: np.random.Generator) -> Labels:
+    def random(self, rng: np.random.Generator) -> DevicesOfPartitions:
         """A random placement, with between one and three runs for each device."""
         n, m = self.problem.n, self.problem.m
         count = int(rng.integers(m, min(n, 3 * m) + 1))
@@ -40,7 +40,9 @@ class FreePlacements:
                 break
         return genes
 
-    def cross(self, left: Labels, right: Labels, rng: np.random.Generator) -> Labels:
+    def cross(
+        self, left: DevicesOfPartitions, right: DevicesOfPartitions, rng: np.random.Generator
+    ) -> DevicesOfPartitions:
         """A child with the genes of `left` before a cut of either parent, of `right` after it."""
         cuts = [*runs(left)[0][:-1], *runs(right)[0][:-1]]
         if not cuts:
@@ -48,7 +50,9 @@ class FreePlacements:
         cut = int(rng.choice(cuts))
         return self._mended([*left[:cut], *right[cut:]], rng)
 
-    def neighbour(self, genes: Labels, rng: np.random.Generator) -> Labels:
+    def neighbour(
+        self, genes: DevicesOfPartitions, rng: np.random.Generator
+    ) -> DevicesOfPartitions:
         """A placement with one random change; see the module."""
         ends, devices = runs(genes)
         ends, devices = list(ends), list(devices)
@@ -71,7 +75,7 @@ class FreePlacements:
             return self._mended(changed, rng)
         return self._mended(np.repeat(devices, np.diff([0, *ends])).tolist(), rng)
 
-    def _mended(self, genes: list[int], rng: np.random.Generator) -> Labels:
+    def _mended(self, genes: list[int], rng: np.random.Generator) -> DevicesOfPartitions:
         """Put the last partition on device 0, and give every device without one a partition."""
         # the driver computes the loss, so it must have the end of the network
         genes[-1] = 0
@@ -83,7 +87,7 @@ class FreePlacements:
         return tuple(genes)
 
 
-def runs(genes: Labels) -> tuple[list[int], list[int]]:
+def runs(genes: DevicesOfPartitions) -> tuple[list[int], list[int]]:
     """The runs of a placement: the number after the last partition of each, and its device."""
     ends = [i for i, (a, b) in enumerate(pairwise(genes), 1) if a != b]
     return [*ends, len(genes)], [genes[i] for i in (0, *ends)]

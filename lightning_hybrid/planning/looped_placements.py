@@ -75,6 +75,8 @@ def improved(ends: list[int], step_of: Callable[[Sequence[int]], float]) -> list
                 moved = [*ends[:cut], ends[cut] + move, *ends[cut + 1 :]]
                 step_s = step_of(moved)
                 if step_s < best_s:
-                    best_s, ends, better = step_s, moved, True
+                    best_s = step_s
+                    ends = moved
+                    better = True
                     break
     return ends

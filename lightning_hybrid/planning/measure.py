@@ -41,10 +41,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Moment:
-    """When a GPU has done all that it was given before.
+    """The moment at which a GPU has finished all work that was queued so far.
 
     Attributes:
-        event: in its queue.
+        event: the event in the queue of the GPU that marks it.
     """
 
     event: torch.cuda.Event
@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Lapse:
-    """The time between two moments; its seconds, `float(lapse)`, wait for the second one.
+    """The time between two moments. `float(lapse)` waits for the second, and gives seconds.
 
     Attributes:
         begin: the event of the first moment.
@@ -241,7 +241,7 @@ class _Partition:
     def timed(self, repeats: int, device: torch.device) -> dict[str, Any]:
         """Measure the partition: median times and sizes, by their names in a `PartitionTable`."""
         parameters = [tensor for tensor in self.tensors if tensor.requires_grad]
-        held, peak = _Held(self.tensors), PeakMemory(device)
+        held, peak = _SavedMemory(self.tensors), PeakMemory(device)
         with_saved(lambda: self._in_one(parameters), held.pack, lambda kept: kept)  # warms up
         saved = held.forget()
         made = sum(t.nbytes for t in parameters) + 2 * sum(v.nbytes for v in self.values)
@@ -314,7 +314,7 @@ def _results(outputs: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-class _Held:
+class _SavedMemory:
     """Adds up the memory of the tensors that autograd saves, without that of ``known`` tensors."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
@@ -354,7 +354,8 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._known = device, True
+        self._device = device
+        self._known = True
         try:
             self._reset()
         except (OSError, RuntimeError):  # not Linux; or an allocator that does not count

@@ -14,7 +14,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class ChainSizes:
     """Sizes with which a network is spread over the devices of a replica, as a chain of stages.
 
     Attributes:
@@ -47,7 +47,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Held:
+class TrainingMemory:
     """Memory that a network takes in training.
 
     Attributes:
@@ -79,7 +79,7 @@ class Fit:
         may_go_inside: whether backwards inside of calls may be.
     """
 
-    way: Way
+    way: ChainSizes
     limits: Sequence[float]
     whole: PartitionTable
     batch: int
@@ -90,7 +90,7 @@ class Fit:
     def of(
         cls,
         table: PartitionTable,
-        way: Way,
+        way: ChainSizes,
         limits: Sequence[float],
         batch: int,
         *,
@@ -150,7 +150,7 @@ class Fit:
     def _order(self) -> list[int]:
         return [*range(1, self.way.stages), 0]
 
-    def on(self, way: Way, limits: Sequence[float]) -> "Fit":
+    def on(self, way: ChainSizes, limits: Sequence[float]) -> "Fit":
         """The same network, spread in another way over other devices."""
         return replace(self, way=way, limits=limits)
 
@@ -197,7 +197,9 @@ def _filled(
 
     Each stage gets at least one partition.
     """
-    taken, position, count = [0.0] * len(limits), 0, len(table.memory_bytes)
+    taken = [0.0] * len(limits)
+    position = 0
+    count = len(table.memory_bytes)
     for stage, device in enumerate(order):
         last = count - (len(order) - 1 - stage)  # the later stages need one partition each
         begun = position
@@ -238,7 +240,7 @@ def what_would_fit(tried: Sequence[Fit]) -> str:
     return f"It would fit with {'; or '.join(texts)}."
 
 
-def _ways(nearest: Fit) -> Iterator[Way]:
+def _ways(nearest: Fit) -> Iterator[ChainSizes]:
     """Ways that fit: with as many stages, another schedule; or recomputation; or more stages."""
     stages, microbatches = nearest.way.stages, nearest.way.microbatches
     room = min(nearest.limits)
@@ -271,7 +273,7 @@ def gigabytes(size: float) -> str:
 
 def check_memory(
     table: PartitionTable,
-    held: Held,
+    held: TrainingMemory,
     limits: Sequence[int],
     *,
     recompute: bool = False,

@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.planning.memory_check import Held, Way
+from lightning_hybrid.planning.memory_check import ChainSizes, TrainingMemory
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.schedules import INSIDE, STREAMED
+from lightning_hybrid.schedules import INSIDE, STREAMED, most_in_loops
 
 DRIVER_BYTES, WORKER_BYTES = 96 * 2**20, 56 * 2**20
 """Memory beside tensors that a process takes after its free memory was read: for TorchDynamo, code
@@ -64,7 +64,9 @@ def optimizer_bytes(
     return sizes
 
 
-def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) -> Held:
+def held_in_training(
+    table: PartitionTable, settings: PlanSettings, way: ChainSizes
+) -> TrainingMemory:
     """Predict the memory that each partition holds in training.
 
     Args:
@@ -81,6 +83,9 @@ def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) ->
     aside = 0
     if settings.schedule == INSIDE and way.stages > 1:
         most, aside = min(way.stages, way.microbatches), 1
+        # of a loop, whose first device begins with more: see `interleaved`
+        if not settings.contiguous:
+            most = min(most_in_loops(way.stages, way.microbatches), way.microbatches)
     kept_inputs = copies = 0  # copies of the weights of a stage
     if way.recompute:
         most, kept_inputs = 1, most * widest
@@ -96,7 +101,7 @@ def held_in_training(table: PartitionTable, settings: PlanSettings, way: Way) ->
     needed = [
         round(kept + most * each + (copies + aside) * weights) for kept, each, weights in sizes
     ]
-    return Held(needed, most, kept_inputs)
+    return TrainingMemory(needed, most, kept_inputs)
 
 
 def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int, ...] | None:
@@ -123,7 +128,7 @@ def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class RunMemory:
     """Memory that ranks take in a run beside that of their stages.
 
     Attributes:
@@ -142,7 +147,7 @@ class Life:
     on_cpu: bool = True
 
 
-def with_peaks(plan: Plan, life: Life, limits: tuple[int, ...] | None) -> Plan:
+def with_peaks(plan: Plan, life: RunMemory, limits: tuple[int, ...] | None) -> Plan:
     """Fill in the peak and the limit of memory in a plan's rows, for the rank of each stage.
 
     A step holds the stages; tensors that cross their cuts (those sent of all micro-batches, and two

@@ -175,7 +175,7 @@ class PartitionTable:
         return self.device != COUNTED
 
     def record(self) -> dict[str, Any]:
-        """What is known, in plain values."""
+        """The table as plain values, for a file; empty columns are left out."""
         return {name: value for name, value in asdict(self).items() if value != ()}
 
     @classmethod

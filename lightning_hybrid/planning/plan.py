@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import STREAMED, check_copies
+from lightning_hybrid.schedules import SPLITTING, STREAMED, check_copies
 
 VERSION = 2
 """Version of the JSON format. Version 1, in which no stage has copies, can be read too."""
@@ -94,8 +94,8 @@ class Plan:
             Unequal ones are for devices of different speed, with `BySpeed`.
         ranks: rank of each device, replica by replica; the first is 0, which drives the first
             replica. Empty: 0, 1, 2, ...
-        split: numbers of the stages whose backward is split under schedule `zero_bubble`. None: all
-            but the first.
+        split: numbers of the stages whose backward is split, under a schedule of `SPLITTING`. None:
+            under `zero_bubble` all but the first, under `1f1b` none.
         recompute: whether activations are recomputed in the backward instead of being kept.
         split_by: how it is known that samples do not meet in the network, so that batches may be
             split into micro-batches, and what of it is computed for all samples together. Empty:
@@ -169,14 +169,14 @@ class Plan:
             )
 
     def _splits(self) -> tuple[int, ...]:
-        splits = self.schedule == "zero_bubble"
         if self.split is None:
-            return tuple(range(1, self.stages)) if splits else ()
-        found = tuple(self.split)
+            return tuple(range(1, self.stages)) if self.schedule == "zero_bubble" else ()
+        found, splits = tuple(self.split), self.schedule in SPLITTING
         if found and (not splits or not set(found) <= set(range(1, self.stages))):
             raise PlanError(
                 f"split{found} must name stages of 1..{self.stages - 1} under schedule "
-                f"'zero_bubble', and be empty under others; the plan's is {self.schedule!r}"
+                f"{' or '.join(map(repr, SPLITTING))}, and be empty under others; the plan's is "
+                f"{self.schedule!r}"
             )
         return found
 
@@ -233,10 +233,10 @@ class Plan:
             raise PlanError(
                 f"stages({self.stages}) are all on one device{self.devices}: it needs no cuts"
             )
-        if self.schedule == "zero_bubble" and count < self.stages:
+        if (self.schedule == "zero_bubble" or self.split) and count < self.stages:
             raise PlanError(
-                f"schedule 'zero_bubble' gives each stage a device of its own, and devices"
-                f"{self.devices} are {count} for stages({self.stages}): use schedule 'gpipe'"
+                f"split backwards give each stage a device of its own, and devices{self.devices} "
+                f"are {count} for stages({self.stages}): use schedule 'gpipe', or no split"
             )
         # one for each device of a replica, and not for each rank
         if self.capacities and len(self.capacities) != count:
@@ -364,7 +364,7 @@ class Plan:
         if any(self.delays):
             for line, delay in zip(table, self.delays):
                 line["delay"] = delay
-        if self.schedule == "zero_bubble":
+        if self.schedule == "zero_bubble" or self.split:
             for stage, line in enumerate(table):
                 line["backward"] = "split" if stage in (self.split or ()) else "joint"
         if len(set(self.capacities)) > 1:

@@ -9,25 +9,32 @@ from lightning_hybrid.planning.plan import Plan, StagePlan, cells
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import TIMES, StepCosts
 from lightning_hybrid.report import Span, page, paragraph, table, timeline
-from lightning_hybrid.schedules import INSIDE, STREAMED, Kind, collected, deal, make_schedule
+from lightning_hybrid.schedules import (
+    INSIDE,
+    STREAMED,
+    InstructionKind,
+    collected,
+    deal,
+    make_schedule,
+)
 
 _MOST_LANES = 32
 _MEMORY = (
     "Memory: parameters, gradients, optimizer state, and the activations of all micro-batches."
 )
 _MEMORY_INSIDE = (
-    "Memory: parameters, two sets of gradients, optimizer state, and the activations of as many"
-    " micro-batches as there are stages."
+    "Memory: parameters, two sets of gradients, optimizer state, and the activations of the"
+    " micro-batches that are under way."
 )
 _MEMORY_AGAIN = (
     "Memory: parameters, gradients, optimizer state, and the activations of one micro-batch; beside"
     " them stages keep the inputs of all."
 )
 _KINDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.WEIGHT: "weight",
-    Kind.REDUCE: "reduce",
+    InstructionKind.FORWARD: "forward",
+    InstructionKind.BACKWARD: "backward",
+    InstructionKind.WEIGHT: "weight",
+    InstructionKind.REDUCE: "reduce",
 }
 
 

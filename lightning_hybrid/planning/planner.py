@@ -16,9 +16,9 @@ from lightning_hybrid.graph import find_boundary
 from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
-from lightning_hybrid.planning.memory_check import Fit, Held, Way, check_memory
+from lightning_hybrid.planning.memory_check import ChainSizes, Fit, TrainingMemory, check_memory
 from lightning_hybrid.planning.memory_needed import (
-    Life,
+    RunMemory,
     held_in_training,
     optimizer_bytes,
     remaining,
@@ -27,17 +27,13 @@ from lightning_hybrid.planning.memory_needed import (
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica, plan_stages
+from lightning_hybrid.planning.step_time import MARGIN
 from lightning_hybrid.schedules import INSIDE, STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
 """Bandwidth of a link between two ranks, assumed if it was not measured: for gloo about that of
 10 Gbit/s Ethernet, for NCCL that of a PCIe bus. The search weighs messages against computation by
 it."""
-
-MARGIN = 0.05
-"""Fraction of the predicted step time that another schedule must save to be chosen in place of
-fill-drain. Predictions are not more exact: they leave out the time between two instructions, of
-which the other schedules have more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +105,23 @@ def make_plan(
         table = network.known or count(network.graph, network.partitions)
     else:
         table = network.profile(site.device)
+    goes_inside = settings.may_go_inside and trains and not network.graph.no_shares
     # (where no backward can run inside of calls all micro-batches are kept, as under fill-drain)
-    if settings.schedule == INSIDE and network.graph.no_shares:
+    if settings.schedule == INSIDE and not goes_inside:
         settings = replace(settings, schedule="gpipe")
     table = _with_memory(network, table, settings, site, optimizers)
-    if settings.schedule == INSIDE:
-        table = table.with_copies_aside()
-    # the driver holds the batch, the network's outputs and their gradients
-    passed = sum(leaf.nbytes for leaf in network.leaves) + 2 * round(table.output_bytes)
-    # (where backwards run inside of a call outputs are not kept)
-    parts = 1 if settings.schedule == INSIDE else microbatches
-    batch_bytes = (microbatches - parts) * sum(leaf.nbytes for leaf in network.leaves)
-    batch_bytes = batch_bytes + parts * passed if trains else 0
-    replica = _replica(site, settings, microbatches, batch_bytes, table)
+    # The driver holds the batch, the network's outputs and their gradients; but of the outputs
+    # those of one micro-batch, if backwards run inside of the call.
+    given = microbatches * sum(leaf.nbytes for leaf in network.leaves)
+    each = 2 * round(table.output_bytes)
+    on_driver = {AUTO: given + microbatches * each, INSIDE: given + each} if trains else {}
+
+    def replica_for(schedule: str) -> Replica:
+        batch_bytes = on_driver.get(schedule, on_driver.get(AUTO, 0))
+        return _replica(site, settings, microbatches, batch_bytes, table)
+
+    replica = replica_for(settings.schedule)
+    inside = replica_for(INSIDE) if goes_inside and cut_points is None else None
     if trains and (rates := site.rates) is not None:
         reduce_s, step_s = rates.after_backward(table.gradient_bytes, site.replicas)
         table = replace(table, reduce_s=reduce_s, step_s=step_s)
@@ -130,12 +130,15 @@ def make_plan(
         after = [rates.after_backward(table.gradient_bytes, owners) for owners in rings]
         replica = replace(replica, after=after)
     batch = microbatches * (network.graph.batch_of(network.leaves) or 1)
-    plan = plan_within(table, settings, replica, batch, trains=trains, cut_points=cut_points)
+    plan = plan_within(
+        table, settings, replica, batch, trains=trains, cut_points=cut_points, inside=inside
+    )
     if not table.is_measured:  # counted loads say nothing of times
         return plan.without_times()
     # without training memory does not grow, so that no peaks are given
     if not trains:
         return plan
+    batch_bytes = on_driver.get(plan.schedule, on_driver[AUTO])
     return with_peaks(plan, _life(network, table, site, batch_bytes), site.limits)
 
 
@@ -161,10 +164,10 @@ def _with_memory(
     return table.averaged() if site.replicas > 1 or settings.has_copies else table
 
 
-def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> Life:
+def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> RunMemory:
     """The memory that ranks take beside their stages."""
     sizes = {name: p.nbytes for name, p in network.graph.network.named_parameters()}
-    return Life(
+    return RunMemory(
         start_bytes=round(max(site.present_bytes, *table.parameter_bytes)),
         passing_bytes={
             partition.name: round(max(working, *(sizes[name] for name in partition.parameters), 0))
@@ -216,7 +219,9 @@ def _replica(
     site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, table: PartitionTable
 ) -> Replica:
     """The devices of a site as the search takes them, with memory that is free for stages."""
-    limits, cluster, rates = site.limits, site.cluster, site.rates
+    limits = site.limits
+    cluster = site.cluster
+    rates = site.rates
     if settings.has_copies:
         limits = limits and tuple(map(int, of_slowest(limits, owners_of(settings.copies))))
     # any device may get the partition whose operations use the most memory
@@ -240,9 +245,9 @@ def _replica(
 def _check(
     table: PartitionTable,
     settings: PlanSettings,
-    held: Held,
+    held: TrainingMemory,
     limits: tuple[int, ...],
-    way: Way,
+    way: ChainSizes,
     batch: int,
     trains: bool,
 ) -> None:
@@ -310,6 +315,7 @@ def plan_within(
     *,
     trains: bool = True,
     cut_points: Sequence[str] | None = None,
+    inside: Replica | None = None,
 ) -> Plan:
     """Plan stages that fit into memory; choose the schedule and recomputation if they are open.
 
@@ -321,16 +327,37 @@ def plan_within(
             advice is not wanted.
         trains: whether the network is trained.
         cut_points: see :func:`plan_stages`.
+        inside: the devices as they are if backwards run inside of calls, for `auto`; None: they
+            cannot, or nothing is to be chosen.
 
     Raises:
         PlanError: there is no placement.
     """
     limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
+    # (without micro-batches that follow each other nothing is gained, and counted operations tell
+    # neither of time nor of memory)
+    if settings.schedule == AUTO and inside and min(stages, microbatches) > 1 and table.is_measured:
+        return plan_with_backwards_inside(
+            lambda name: plan_within(
+                table,
+                replace(settings, schedule=name),
+                inside if name == INSIDE else replica,
+                batch,
+                trains=trains,
+                cut_points=cut_points,
+            )
+        )
+    if settings.schedule == INSIDE:
+        table = table.with_copies_aside()
 
     def plan_with(recompute: bool) -> Plan:
-        inside = settings.schedule == INSIDE
-        way = Way(stages=stages, microbatches=microbatches, recompute=recompute, inside=inside)
-        held = Held([round(size) for size in table.kept_bytes])
+        way = ChainSizes(
+            stages=stages,
+            microbatches=microbatches,
+            recompute=recompute,
+            inside=settings.schedule == INSIDE,
+        )
+        held = TrainingMemory([round(size) for size in table.kept_bytes])
         if trains:
             held = held_in_training(table, settings, way)
         if batch is not None and limits is not None and held.needed:
@@ -387,6 +414,32 @@ def plan_by_schedule(
     except PlanError:  # for instance too few partitions for `looped`
         return best
     return other if other.step_s < (1 - MARGIN) * best.step_s else best
+
+
+def plan_with_backwards_inside(plan_with: Callable[[str], Plan]) -> Plan:
+    """Make a plan under `auto` for a network whose backwards may run inside of its calls.
+
+    They do if nothing else fits into memory, or if the step is shorter: because stages need not
+    compute again what would not fit, can be balanced, or go back in two parts.
+
+    Args:
+        plan_with: Makes the plan with the schedule of this name.
+
+    Raises:
+        PlanError: There is no placement.
+    """
+    try:
+        best = plan_with(AUTO)
+    except PlanError as error:
+        try:
+            return plan_with(INSIDE)
+        except PlanError:
+            raise error from None
+    with suppress(PlanError):
+        other = plan_with(INSIDE)
+        if other.step_s < (1 - MARGIN) * best.step_s:
+            return other
+    return best
 
 
 def plan_within_memory(

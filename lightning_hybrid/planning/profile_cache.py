@@ -1,8 +1,8 @@
 """Cache of profiles on disk: later runs of a network on the same machine plan with the same ones.
 
-The name of a file is a hash of all that the profile depends on (`describe`). Files are replaced
-whole, so processes do not disturb each other. If one cannot be read, the profile is measured and
-written again; if it cannot be written, none is kept.
+The name of a file is a hash of all that the profile depends on (`describe_profile`). Files are
+replaced whole, so processes do not disturb each other. If one cannot be read, the profile is
+measured and written again; if it cannot be written, none is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def cached(
         leaves: tensors of `NetworkGraph.bind` for one micro-batch.
         device: device on which it is measured.
     """
-    what = describe(graph, partitions, leaves, device)
+    what = describe_profile(graph, partitions, leaves, device)
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
     # a missing home folder, a file in the way or a full disk must not end the run
     with suppress(OSError, RuntimeError):
@@ -67,7 +67,7 @@ def cached(
     return profile
 
 
-def describe(
+def describe_profile(
     graph: NetworkGraph,
     partitions: Sequence[NetworkPartition],
     leaves: Sequence[Tensor],

@@ -1,6 +1,7 @@
 """Make a plan from a table of the partitions: choose the cuts and predict the step time."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
@@ -23,12 +24,17 @@ from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.looped_placements import best_loop
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.planning.split_backwards import best_split_chain, split_costs
+from lightning_hybrid.planning.split_backwards import (
+    best_split_chain,
+    inside_s,
+    split_costs,
+    split_costs_inside,
+)
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, batch_s, fill_drain_s
-from lightning_hybrid.schedules import STREAMED, DelayedWeights, loop_order
+from lightning_hybrid.schedules import INSIDE, STREAMED, DelayedWeights, loop_order
 
-Objective = Literal["step", "makespan", "profit"]
+PlanObjective = Literal["step", "makespan", "profit"]
 Method = Literal["gabra", "exact", "merging"]
 AUTO = "auto"
 
@@ -63,11 +69,12 @@ class PlanSettings:
         delayed_weights: weights of the backward under a delayed schedule.
         shards_states: whether replicas divide the optimizer state.
         copies: number of copies of each stage; empty: each has one.
+        may_go_inside: whether backwards may run inside of calls, of a network that allows it.
     """
 
     schedule: str = "gpipe"
     allocation: Method | tuple[str, ...] = "gabra"
-    objective: Objective = "step"
+    objective: PlanObjective = "step"
     seed: int = 0
     contiguous: bool = True
     recompute: bool | Literal["auto"] = "auto"
@@ -75,6 +82,7 @@ class PlanSettings:
     delayed_weights: DelayedWeights = "stash"
     shards_states: bool = False
     copies: tuple[int, ...] = ()
+    may_go_inside: bool = True
 
     @property
     def has_copies(self) -> bool:
@@ -187,15 +195,21 @@ def _cuts(
     problem: StepProblem, settings: PlanSettings, cut_points: Sequence[str] | None
 ) -> tuple[list[int], StepCosts, str]:
     """Choose the cuts: the ends of the stages, their costs, and the name of the search."""
-    splits, names = settings.schedule == "zero_bubble", problem.table.names
+    schedule = settings.schedule
     if cut_points is not None:
-        ends, devices = _given_for(settings.schedule, names, cut_points, problem.m)
-        costs = (split_costs if splits else StepProblem.costs)(problem, ends, devices)
-        return ends, costs, "given"
-    ends, devices, chosen_by = _best(problem, settings)
-    # improve the cuts, which were found without split backwards
-    if splits:
-        return *best_split_chain(problem, ends, devices), chosen_by
+        names = problem.table.names
+        ends, devices = _given_for(schedule, names, cut_points, problem.m)
+        chosen_by = "given"
+    else:
+        ends, devices, chosen_by = _best(problem, settings)
+        # improve the cuts, which were found without split backwards
+        if schedule == "zero_bubble":
+            return *best_split_chain(problem, ends, devices), chosen_by
+    if schedule == "zero_bubble":
+        return ends, split_costs(problem, ends, devices), chosen_by
+    # (counted operations tell nothing of the gain)
+    if schedule == INSIDE and len(ends) == problem.m and problem.table.is_measured:
+        return ends, split_costs_inside(problem, ends, devices), chosen_by
     return ends, problem.costs(ends, devices), chosen_by
 
 
@@ -221,6 +235,8 @@ def _cuts_of_copies(
 
 def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
     """Predicted seconds of a step; under a streamed schedule, from one batch to the next."""
+    if schedule == INSIDE:
+        return inside_s(costs, microbatches)
     if schedule not in STREAMED:
         return fill_drain_s(costs, microbatches)
     return batch_s(STREAMED[schedule], costs, microbatches)
@@ -274,6 +290,8 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
     if settings.schedule == "looped":
         # whatever the method is, since none of them can predict the step of this schedule
         return *best_loop(problem), "descent"
+    if settings.schedule == INSIDE and not settings.contiguous:
+        return _chain_or_loop(problem, settings)
     if settings.allocation == "merging":
         return _within(
             problem, settings, (_merged(problem, settings), _order(problem.m), "merging")
@@ -285,6 +303,27 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
     if settings.objective == "step":
         return _shortest_step(problem, settings)
     return _within(problem, settings, _allocated(problem, settings.objective, settings))
+
+
+def _chain_or_loop(
+    problem: StepProblem, settings: PlanSettings
+) -> tuple[list[int], list[int], str]:
+    """Ends, devices and name of the search of the faster one, with backwards inside of calls.
+
+    In a loop these take as long as under fill-drain, and under other free placements longer.
+    """
+    loop: tuple[list[int], list[int], str] | None = None
+    with suppress(PlanError):  # for instance too few partitions
+        loop = *best_loop(problem), "descent"
+    try:
+        chain = _best(problem, replace(settings, contiguous=True))
+    except PlanError:
+        if loop is None:
+            raise
+        return loop
+    if loop is None or problem.step_time_s(*loop[:2]) >= problem.step_time_s(*chain[:2]):
+        return chain
+    return loop
 
 
 def _within(

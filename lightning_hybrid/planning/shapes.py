@@ -30,14 +30,15 @@ from lightning_hybrid.planning.cluster import order_ranks
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.copied_stages import best_cuts, owners_of
 from lightning_hybrid.planning.looped_placements import improved
-from lightning_hybrid.planning.memory_check import Fit, Way, gigabytes, what_lacks, what_would_fit
+from lightning_hybrid.planning.memory_check import Fit, gigabytes, what_lacks, what_would_fit
 from lightning_hybrid.planning.memory_needed import remaining
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
-from lightning_hybrid.planning.search import PlanSettings, Replica
-from lightning_hybrid.planning.shares import deal
-from lightning_hybrid.planning.step_problems import CostsOf, unlimited
-from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica
+from lightning_hybrid.planning.shape_costs import CostsOf, unlimited
+from lightning_hybrid.planning.shares import share_samples
+from lightning_hybrid.schedules import INSIDE, STREAMED
 
 SPARE = 0.1
 """Fraction of a device's memory that shapes leave free if they can: what a step holds is predicted,
@@ -47,7 +48,7 @@ WORTHWHILE = 0.95
 replicas of one stage: predictions are off by some percent, and replicas alone train exactly as
 under DDP."""
 _MOST_MICROBATCHES = 64
-"""Micro-batches that are tried at most. More of them hold no less, since all are in flight."""
+"""Micro-batches that are tried at most. More of them hold no less where all are in flight."""
 _REFINED = 5
 """Loops and shapes with copies that are evaluated a second time."""
 _MOST_COPIED = 8
@@ -78,8 +79,8 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is asked of shapes.
+class ShapeRequest:
+    """The shapes to consider: limits of the user and of the network.
 
     Attributes:
         settings: options of the user.
@@ -87,6 +88,7 @@ class Asked:
         splits: function that tells whether batches may be split into a number of micro-batches.
         allowed: function that tells whether numbers of replicas and stages may be chosen.
         by_speed: whether replicas take samples by their speed.
+        inside: of each network, whether backwards may run inside of its calls; empty: of none.
         wide: whether all that a plan can say is looked at, or plain shapes on all devices alone.
     """
 
@@ -95,7 +97,23 @@ class Asked:
     splits: Callable[[int], bool] = lambda microbatches: True
     allowed: Callable[[int, int], bool] = lambda replicas, stages: True
     by_speed: bool = False
+    inside: tuple[bool, ...] = ()
     wide: bool = False
+
+    def ways(self, size: int, slices: int) -> list[tuple[bool, bool]]:
+        """How a plain shape may keep activations, the fastest first.
+
+        Returns:
+            Whether they are recomputed, and whether backwards run inside of calls.
+        """
+        recompute: bool | str = self.settings.recompute if size > 1 else False
+        # one micro-batch would hold as much as before
+        both = (False, True) if slices > 1 else (False,)
+        again = both if recompute == "auto" else (bool(recompute),)
+        may = size > 1 and slices > 1 and self.settings.may_go_inside and any(self.inside)
+        sides = {AUTO: (False, True), INSIDE: (True,)} if may else {}
+        inside = sides.get(self.settings.schedule, (False,))
+        return [(a, i) for a in again for i in inside]
 
     def numbers(self, size: int, batch: int) -> list[int]:
         """The numbers of micro-batches to try of a plain shape with `size` devices a replica."""
@@ -179,6 +197,7 @@ class Shape:
             f"stage{'s' * (it.size > 1)}{self._copies}{loop}, "
             f"{it.microbatches} micro-batch{'es' * (it.microbatches > 1)}"
             f"{', activations computed again' * it.recompute}"
+            f"{', backwards inside of calls' * it.inside}"
         )
 
 
@@ -186,7 +205,7 @@ def rank_shapes(
     networks: Sequence[CostsOf],
     cluster: ClusterDescription,
     batch: int,
-    asked: Asked | None = None,
+    asked: ShapeRequest | None = None,
     *,
     spare: float = SPARE,
 ) -> list[Shape]:
@@ -207,7 +226,7 @@ def rank_shapes(
     """
     if batch < 1:
         raise PlanError(f"a replica takes {batch} samples a step: at least 1 is needed")
-    asked, found = asked or Asked(wide=True), list[Shape]()
+    asked, found = asked or ShapeRequest(wide=True), list[Shape]()
     for left in (spare, 0.0):
         found = _ranked(networks, cluster.sparing(left), batch, asked)
         if any(shape.fits for shape in found) or not spare:
@@ -216,11 +235,14 @@ def rank_shapes(
 
 
 def _ranked(
-    networks: Sequence[CostsOf], cluster: ClusterDescription, batch: int, asked: Asked
+    networks: Sequence[CostsOf], cluster: ClusterDescription, batch: int, asked: ShapeRequest
 ) -> list[Shape]:
     divisors = _divisors(batch, _MOST_MICROBATCHES)
     numbers = [m for m in divisors if m == 1 or asked.splits(m)] if asked.wide else [1]
-    spaces = [Arrangements(costs_of, cluster, batch, numbers) for costs_of in networks]
+    spaces = [
+        Arrangements(costs_of, cluster, batch, numbers, may_go_inside=inside)
+        for costs_of, inside in zip(networks, asked.inside or [False] * len(networks))
+    ]
     everyone = tuple(range(len(cluster.devices)))
     found = [replace(shape, plain=True) for shape in _plain(spaces, asked, everyone)]
     if asked.wide:
@@ -231,7 +253,10 @@ def _ranked(
 
 
 def _plain(
-    spaces: Sequence[Arrangements], asked: Asked, order: Sequence[int], number: int | None = None
+    spaces: Sequence[Arrangements],
+    asked: ShapeRequest,
+    order: Sequence[int],
+    number: int | None = None,
 ) -> list[Shape]:
     """The plain shapes on the first devices of an order, those that may be the best planned."""
     seats, speeds = order[:number], spaces[0].cluster.relative_speeds
@@ -244,11 +269,8 @@ def _plain(
         used = order_ranks([speeds[k] for k in seats], replicas, size)
         devices = (*(seats[k] for k in used), *sorted(set(range(len(speeds))) - {*seats}))
         for slices in asked.numbers(size, spaces[0].batch):
-            recompute = asked.settings.recompute if size > 1 else False
-            # one micro-batch would hold as much as before
-            both = (False, True) if slices > 1 else (False,)
-            for again in both if recompute == "auto" else (bool(recompute),):
-                genes = Arrangement(devices, replicas, (1,) * size, 1, slices, again, ())
+            for again, inside in asked.ways(size, slices):
+                genes = Arrangement(devices, replicas, (1,) * size, 1, slices, again, (), inside)
                 guesses.append(_guess(estimates, asked, genes))
                 if guesses[-1].fits:
                     break
@@ -267,7 +289,7 @@ def _plain(
     return guesses
 
 
-def _guess(spaces: Sequence[Arrangements], asked: Asked, genes: Arrangement) -> Shape:
+def _guess(spaces: Sequence[Arrangements], asked: ShapeRequest, genes: Arrangement) -> Shape:
     """A plain shape as far as balanced cuts tell, each network with all of the memory."""
     cut = [space.recut(_on_drivers(space, genes)) for space in spaces]
     shapes = [_shape(s, g, "balanced", equal=True) for s, g in zip(spaces, cut) if g is not None]
@@ -275,7 +297,7 @@ def _guess(spaces: Sequence[Arrangements], asked: Asked, genes: Arrangement) -> 
     fits = [_fit(space, shape.arrangement) for space, shape in zip(spaces, shapes)]
     at, shares = whole.arrangement, tuple[int, ...]()
     if asked.by_speed and max(space.kinds(at.used, at.size)):
-        shares = deal(at.replicas * space.batch, space.rates(at))
+        shares = share_samples(at.replicas * space.batch, space.rates(at))
     return replace(
         whole,
         step_s=sum(shape.step_s for shape in shapes) * _dealt(space, at, shares),
@@ -293,22 +315,22 @@ def _dealt(space: Arrangements, genes: Arrangement, shares: tuple[int, ...]) -> 
 
 
 def _on_drivers(space: Arrangements, genes: Arrangement) -> Arrangement:
-    """The same for a network with fewer partitions than devices, which stays on the drivers."""
+    """The arrangement, or for a network with too few partitions one on the drivers alone."""
     if genes.size <= space.partitions:
         return genes
     drivers = genes.used[:: genes.size]
     others = tuple(k for k in genes.devices if k not in drivers)
-    return replace(genes, devices=(*drivers, *others), copies=(1,), recompute=False)
+    return replace(genes, devices=(*drivers, *others), copies=(1,), recompute=False, inside=False)
 
 
-def _planned(spaces: Sequence[Arrangements], asked: Asked, guess: Shape) -> Shape:
+def _planned(spaces: Sequence[Arrangements], asked: ShapeRequest, guess: Shape) -> Shape:
     """A plain shape at its own micro-batches, as a run plans it; or by the guess's cuts if large.
 
     Several networks are placed one after the other, each in the memory that is left.
     """
     at, plans = guess.arrangement, list[Plan]()
     for space in spaces:
-        genes = _on_drivers(space, replace(at, recompute=False))
+        genes = _on_drivers(space, replace(at, recompute=False, inside=False))
         problem = space.whole(genes)
         if problem.n * problem.m > _QUICK and len(spaces) == 1:
             cut = space.recut(at)
@@ -323,16 +345,17 @@ def _planned(spaces: Sequence[Arrangements], asked: Asked, guess: Shape) -> Shap
             memory_limits=remaining(limits, plans),
         )
         try:
-            plans.append(plan_within(problem.table, asked.settings, replica))
+            plans.append(_plan_within(space, problem.table, asked.settings, replica))
         except PlanError as error:
-            fit = _fit(space, replace(genes, recompute=at.recompute))
+            fit = _fit(space, replace(genes, recompute=at.recompute, inside=at.inside))
             fit = replace(fit, limits=replica.memory_limits or ())
             lacks = max(fit.lacks) if fit.limits else 0.0
             refusal = "" if lacks > 0 else str(error)
             return replace(guess, lacking_bytes=max(lacks, 1.0), fit=fit, refusal=refusal)
     space, whole = max(zip(spaces, plans), key=lambda pair: pair[0].partitions)
     ends = tuple(accumulate(len(row.partitions) for row in whole.rows))
-    genes = replace(at, recompute=whole.recompute, ends=ends)
+    inside = whole.schedule == INSIDE
+    genes = replace(at, recompute=whole.recompute, ends=ends, inside=inside)
     step_s = sum(plan.step_s for plan in plans) * _dealt(space, at, guess.shares)
     return replace(
         guess,
@@ -342,6 +365,16 @@ def _planned(spaces: Sequence[Arrangements], asked: Asked, guess: Shape) -> Shap
         search=whole.allocation,
         plans=tuple(plans),
     )
+
+
+def _plan_within(
+    space: Arrangements, table: PartitionTable, settings: PlanSettings, replica: Replica
+) -> Plan:
+    """The plan of one network; see `plan_within`."""
+    may = settings.may_go_inside and space.may_go_inside
+    if settings.schedule == INSIDE and not may:
+        settings = replace(settings, schedule="gpipe")
+    return plan_within(table, settings, replica, inside=replica if may else None)
 
 
 def _wide(
@@ -366,7 +399,7 @@ def _wide(
     return [*found, *(shape for shape in dealt if shape.shares)]
 
 
-def _joint(space: Arrangements, asked: Asked, found: Sequence[Shape]) -> list[Shape]:
+def _joint(space: Arrangements, asked: ShapeRequest, found: Sequence[Shape]) -> list[Shape]:
     """Shapes on unlike devices, also without some of them: the best first devices, and of all."""
     count, speeds = len(space.cluster.devices), space.cluster.relative_speeds
     everyone = tuple(range(count))
@@ -461,7 +494,7 @@ def plans_of(
         replicas=genes.replicas,
         stages=len(genes.ends),
         microbatches=genes.microbatches,
-        schedule="gpipe",
+        schedule=INSIDE if genes.inside and space.may_go_inside else "gpipe",
         cuts=tuple(table.names[end] for end in genes.ends[:-1]),
         devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
         capacities=tuple(whole.speeds),
@@ -483,12 +516,12 @@ def plans_of(
 
 
 def _fit(space: Arrangements, genes: Arrangement) -> Fit:
-    """The same shape as far as its memory goes; without limits it lacks nothing."""
+    """Whether a shape fits into memory; without limits it always does."""
     problem = space.whole(genes)
-    way = Way(stages=genes.size, microbatches=genes.microbatches, recompute=genes.recompute)
+    way = space.way(genes)
     fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)
     # the problem has taken what is crossing away
-    kept = genes.recompute * fit.crossing_bytes
+    kept = way.recompute * way.alive / way.microbatches * fit.crossing_bytes
     return replace(fit, limits=[limit + kept for limit in problem.memory_limits])
 
 

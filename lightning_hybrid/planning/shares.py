@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 
 
-def deal(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
+def share_samples(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Give each replica whole samples about in proportion to its speed.
 
     Each gets at least one; each further sample goes to the replica that would finish it first. With

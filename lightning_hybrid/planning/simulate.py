@@ -13,18 +13,18 @@ from itertools import chain
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import (
-    Copy,
     DealtSchedule,
     Instruction,
-    Kind,
+    InstructionKind,
     Schedule,
+    StageCopy,
+    by_device,
     collected,
     execute_merged,
-    merge,
 )
 
-Edge = tuple[Copy, Copy]
-Order = Iterable[tuple[Copy, Instruction, Copy]]
+Edge = tuple[StageCopy, StageCopy]
+Order = Iterable[tuple[StageCopy, Instruction, StageCopy]]
 """Instructions in an order in which they may run: each with the copy of a stage that runs it, and
 the copy at the other end if it is a message."""
 
@@ -110,7 +110,7 @@ class DealtCosts:
             step_s=each(costs.step_s),
             reduce_s=costs.reduce_s,
             edges={
-                (Copy(stage, i), Copy(stage + 1, j)): link
+                (StageCopy(stage, i), StageCopy(stage + 1, j)): link
                 for stage, link in enumerate(zip(costs.send_s, costs.latency_s))
                 for i in range(copies[stage])
                 for j in range(copies[stage + 1])
@@ -146,14 +146,14 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
     # when its forward pass is over, and all others wait for its gradients.
     order = _order(
         (
-            (Copy(stage, 0), step)
-            for lists in (schedule.forward, schedule.backward)
-            for stage, step in execute_merged(merge(lists, places))
+            (StageCopy(stage, 0), step)
+            for lists in by_device(schedule, places)
+            for stage, step in execute_merged(lists)
         ),
-        lambda place, step: Copy(step.peer(place.stage, schedule.stages), 0),
+        lambda place, step: StageCopy(step.peer(place.stage, schedule.stages), 0),
     )
-    devices = {Copy(stage, 0): device for stage, device in enumerate(places)}
-    return _Run(DealtCosts.alike(costs, (1,) * schedule.stages), devices).timeline(order)
+    devices = {StageCopy(stage, 0): device for stage, device in enumerate(places)}
+    return _SimulatedStep(DealtCosts.alike(costs, (1,) * schedule.stages), devices).timeline(order)
 
 
 def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
@@ -173,15 +173,18 @@ def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
         raise PlanError(f"copies{dealt.copies} of the lists are not copies{copies} of the costs")
     lists, collects = (dealt.forward, dealt.backward), copies != dealt.copies
     steps = chain.from_iterable(dealt.execute(each, collects=collects) for each in lists)
-    places = [Copy(stage, number) for stage, count in enumerate(copies) for number in range(count)]
+    places = [
+        StageCopy(stage, number) for stage, count in enumerate(copies) for number in range(count)
+    ]
     devices = {place: device for device, place in enumerate(places)}
     # the stage that collects the outputs is on the driver, as is the last copy
-    devices[Copy(len(copies), 0)] = len(places) - 1
-    return _Run(costs, devices, one_way_out=True).timeline(_order(steps, dealt.peer))
+    devices[StageCopy(len(copies), 0)] = len(places) - 1
+    return _SimulatedStep(costs, devices, one_way_out=True).timeline(_order(steps, dealt.peer))
 
 
 def _order(
-    steps: Iterable[tuple[Copy, Instruction]], peer: Callable[[Copy, Instruction], Copy]
+    steps: Iterable[tuple[StageCopy, Instruction]],
+    peer: Callable[[StageCopy, Instruction], StageCopy],
 ) -> Order:
     """Add to each instruction the other end of its message (itself if it is no message)."""
     for place, step in steps:
@@ -189,7 +192,7 @@ def _order(
         yield place, step, peer(place, step) if travels else place
 
 
-class _Run:
+class _SimulatedStep:
     """State of a simulated step: clocks of the devices, and of the links between them.
 
     Args:
@@ -200,20 +203,22 @@ class _Run:
     """
 
     def __init__(
-        self, costs: DealtCosts, devices: Mapping[Copy, int], *, one_way_out: bool = False
+        self, costs: DealtCosts, devices: Mapping[StageCopy, int], *, one_way_out: bool = False
     ) -> None:
-        self._costs, self._devices, self._one_way_out = costs, devices, one_way_out
+        self._costs = costs
+        self._devices = devices
+        self._one_way_out = one_way_out
         self._seconds = {
-            Kind.FORWARD: costs.forward_s,
-            Kind.BACKWARD: costs.backward_s,
-            Kind.WEIGHT: costs.weight_s,
+            InstructionKind.FORWARD: costs.forward_s,
+            InstructionKind.BACKWARD: costs.backward_s,
+            InstructionKind.WEIGHT: costs.weight_s,
         }
         self._clock_s = [0.0] * (max(devices.values()) + 1)
         self._link_free_s = defaultdict[tuple[int, int], float](float)
         # by source and target, arrival times of the messages that are sent and not received
         self._arrivals_s = defaultdict[Edge, deque[float]](deque)
         self._ready_s = [0.0] * len(costs.reduce_s)  # when a stage's all-reduce may begin
-        self._reduces: list[tuple[Copy, Instruction]] = []
+        self._reduces: list[tuple[StageCopy, Instruction]] = []
         self._events: list[Event] = []
 
     def timeline(self, order: Order) -> Timeline:
@@ -231,11 +236,11 @@ class _Run:
         finish_s = map(sum, zip(map(max, zip(self._clock_s, reduced_s)), steps_s))
         return Timeline(tuple(self._events), max(finish_s))
 
-    def _take(self, place: Copy, step: Instruction, other: Copy) -> None:
+    def _take(self, place: StageCopy, step: Instruction, other: StageCopy) -> None:
         device, kind = self._devices[place], step.kind
         collects = place.stage == len(self._ready_s)  # the stage without layers
         start_s = self._clock_s[device]
-        if kind is Kind.REDUCE:
+        if kind is InstructionKind.REDUCE:
             if not collects:
                 self._ready_s[place.stage] = max(self._ready_s[place.stage], start_s)
                 # other copies may reach it later: its start is known at the end
@@ -245,13 +250,17 @@ class _Run:
             seconds = 0.0 if collects else self._seconds[kind][place.stage][place.number]
             end_s = self._clock_s[device] = start_s + seconds
         elif kind.is_send:
-            start_s, end_s = self._send(place, other, start_s, kind is Kind.SEND_GRADIENT)
+            start_s, end_s = self._send(
+                place, other, start_s, kind is InstructionKind.SEND_GRADIENT
+            )
             self._arrivals_s[place, other].append(end_s)
         else:
             end_s = self._clock_s[device] = max(start_s, self._arrivals_s[other, place].popleft())
         self._events.append(Event(place.stage, step, start_s, end_s, place.number))
 
-    def _send(self, place: Copy, other: Copy, start_s: float, back: bool) -> tuple[float, float]:
+    def _send(
+        self, place: StageCopy, other: StageCopy, start_s: float, back: bool
+    ) -> tuple[float, float]:
         """Simulate a send: the start of its transfer, and its arrival."""
         source, target = self._devices[place], self._devices[other]
         edge = (other, place) if back else (place, other)

@@ -1,4 +1,4 @@
-"""Choose the stages whose backward is split under `zero_bubble`, by the predicted step time.
+"""Choose the stages whose backward is split, by the predicted step time.
 
 A split backward takes `input_s + weight_s`, which may be more than a joint one (batch
 normalisation, for instance, computes the same sums for both parts). So it is tried stage by stage.
@@ -7,11 +7,17 @@ normalisation, for instance, computes the same sums for both parts). So it is tr
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 from lightning_hybrid.planning.looped_placements import improved
+from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_problem import StepProblem
-from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
+from lightning_hybrid.planning.step_time import MARGIN, StepCosts, fill_drain_s
+from lightning_hybrid.schedules import INSIDE, make_schedule
+
+_MOST_SIMULATED = 256
+"""Stages times micro-batches up to which single stages are made joint again."""
 
 
 def best_split_chain(
@@ -40,25 +46,69 @@ def best_split_chain(
 
 def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
     """The costs of stages with given cuts, with backwards split where the step gets shorter."""
-    joint = problem.costs(ends, devices)
-    bounds = zip(pairwise((0, *ends)), devices)
-    # the first stage is not split: no stage waits for its gradients
-    parts = [None, *(_parts(problem, a, b, device) for (a, b), device in list(bounds)[1:])]
-
-    def costs(chosen: frozenset[int]) -> StepCosts:
-        rows = [
-            part if part and stage in chosen else (b, 0.0)
-            for stage, (b, part) in enumerate(zip(joint.backward_s, parts))
-        ]
-        return replace(joint, backward_s=[b for b, _ in rows], weight_s=[w for _, w in rows])
+    parts = _SplitCosts(problem, ends, devices)
 
     def step_s(chosen: frozenset[int]) -> float:
-        return fill_drain_s(costs(chosen), problem.microbatches)
+        return fill_drain_s(parts.costs(chosen), problem.microbatches)
 
-    may = [stage for stage, part in enumerate(parts) if part]
     # a search by single changes may end in a local optimum, so two starts are tried
-    starts = (frozenset[int](), frozenset(may))
-    return costs(min((_toggled(start, may, step_s) for start in starts), key=step_s))
+    starts = (frozenset[int](), frozenset(parts.may))
+    return parts.costs(min((_toggled(start, parts.may, step_s) for start in starts), key=step_s))
+
+
+def split_costs_inside(
+    problem: StepProblem, ends: Sequence[int], devices: Sequence[int]
+) -> StepCosts:
+    """As `split_costs`, for backwards that run inside of a call.
+
+    None is split, or all that may be, or those that are left where single ones are made joint
+    again, if that shortens the step by `MARGIN`.
+    """
+    parts = _SplitCosts(problem, ends, devices)
+
+    @cache
+    def step_s(chosen: frozenset[int]) -> float:
+        return inside_s(parts.costs(chosen), problem.microbatches)
+
+    joint, split = frozenset[int](), frozenset(parts.may)
+    if split and len(ends) * problem.microbatches <= _MOST_SIMULATED:
+        split = _toggled(split, parts.may, step_s)
+    pays = bool(split) and step_s(split) < (1 - MARGIN) * step_s(joint)
+    return parts.costs(split if pays else joint)
+
+
+def inside_s(costs: StepCosts, microbatches: int) -> float:
+    """Seconds of a step of one forward, one backward; stages with `weight_s` are split."""
+    split = tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s)
+    schedule = make_schedule(INSIDE, len(costs.devices), microbatches, split=split)
+    return simulate(schedule, costs).makespan_s
+
+
+class _SplitCosts:
+    """The costs of stages, by which of them are split.
+
+    Attributes:
+        may: numbers of the stages that may be split.
+    """
+
+    def __init__(self, problem: StepProblem, ends: Sequence[int], devices: Sequence[int]) -> None:
+        self._joint = problem.costs(ends, devices)
+        bounds = zip(pairwise((0, *ends)), devices)
+        # the first stage is not split: no stage waits for its gradients
+        self._parts = [
+            None,
+            *(_parts(problem, a, b, device) for (a, b), device in list(bounds)[1:]),
+        ]
+        self.may = [stage for stage, part in enumerate(self._parts) if part]
+
+    def costs(self, chosen: frozenset[int]) -> StepCosts:
+        """The costs if these stages are split."""
+        rows = [
+            part if part and stage in chosen else (b, 0.0)
+            for stage, (b, part) in enumerate(zip(self._joint.backward_s, self._parts))
+        ]
+        backward_s, weight_s = [b for b, _ in rows], [w for _, w in rows]
+        return replace(self._joint, backward_s=backward_s, weight_s=weight_s)
 
 
 def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, float] | None:
@@ -91,5 +141,7 @@ def _toggled(
             tried = chosen ^ {stage}
             took_s = step_s(tried)
             if took_s < best_s:
-                chosen, best_s, better = tried, took_s, True
+                chosen = tried
+                best_s = took_s
+                better = True
     return chosen

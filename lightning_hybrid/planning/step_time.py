@@ -28,6 +28,11 @@ from dataclasses import dataclass
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import LookAhead
 
+MARGIN = 0.05
+"""Fraction of the predicted step time that another schedule, or a split backward inside of a call,
+must save to be chosen. Predictions are not more exact: they leave out the time between two
+instructions, of which the other one has more."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
@@ -131,7 +136,8 @@ class _Clocks:
     """Times at which devices and links are free again, for stages that share devices."""
 
     def __init__(self, costs: StepCosts, microbatches: int) -> None:
-        self.costs, self.microbatches = costs, microbatches
+        self.costs = costs
+        self.microbatches = microbatches
         self.devices = max(costs.devices) + 1
         self.device_s = [0.0] * self.devices
         self.link_s = [[0.0] * self.devices for _ in self.device_s]  # from one device to another
@@ -146,7 +152,9 @@ class _Clocks:
         Returns:
             By stage, the second at which its last micro-batch begins.
         """
-        device_s, microbatches, last_start_s = self.device_s, self.microbatches, [0.0] * len(way)
+        device_s = self.device_s
+        microbatches = self.microbatches
+        last_start_s = [0.0] * len(way)
         arrived_s = [[0.0] * microbatches for _ in range(len(way) + 1)]
         places = [self._place(stage, stage + way.step, seconds[stage]) for stage in way]
         for tick in range(len(way) + microbatches - 1):

@@ -45,10 +45,10 @@ def not_caught() -> str:
 
 
 def miss_nobody() -> None:
-    """Refuse a further run after a failed one if a started process has ended by the failure.
+    """Refuse a run if an earlier run has failed and has ended a started process.
 
     Raises:
-        RemoteError: such a process would be missing in the run.
+        RemoteError: the ended process would be missing in the run.
     """
     ended = next((child for child in Children.processes if child.poll()), None)
     if Children.failed and ended is not None:

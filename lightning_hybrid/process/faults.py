@@ -39,7 +39,7 @@ _TRIES = 3
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class ConnectedRank(Protocol):
     """What one rank needs to speak to all others, whether or not sizes are known yet."""
 
     @property
@@ -55,7 +55,7 @@ class Ranks(Protocol):
         """The group of all ranks."""
 
 
-def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failure | None:
+def first_fault(ranks: ConnectedRank | None, error: BaseException, where: str) -> Failure | None:
     """Write a failure of this rank to the store, unless another rank has failed before.
 
     Args:
@@ -88,7 +88,7 @@ def first_fault(ranks: Ranks | None, error: BaseException, where: str) -> Failur
     return mine if told else None
 
 
-def _let_the_nearest_speak(ranks: Ranks, peer: str | None) -> bool:
+def _let_the_nearest_speak(ranks: ConnectedRank, peer: str | None) -> bool:
     """After a time-out, wait so that a rank that has waited for the stopped one reports first.
 
     When one rank stops, those that wait for it and those that wait for these time out together.
@@ -112,7 +112,7 @@ def lost_ranks(here: Coordinates, ranks: Iterable[int]) -> Failure:
     return Failure(f"Lost {names}. It was killed, or its process ended without a word")
 
 
-def tell_lost(everyone: Ranks, ranks: Iterable[int]) -> None:
+def tell_lost(everyone: ConnectedRank, ranks: Iterable[int]) -> None:
     """Write to the store that ranks are lost, unless it has a failure: that is why they ended."""
     data = lost_ranks(everyone.coordinates, ranks).to_json()
     _ask(everyone.store, lambda: everyone.store.compare_set(FAULT, "", data), None)
@@ -144,7 +144,7 @@ def _ask(store: Store, ask: Callable[[], T], otherwise: T, limit_s: float = _STO
     return answers[0] if answers else otherwise
 
 
-class Watch:
+class FaultWatchdog:
     """A thread that kills this process if it does not end soon after the run has failed elsewhere.
 
     A rank that exchanges messages learns of a failure by them. One that runs the user's code for an
@@ -160,7 +160,9 @@ class Watch:
     """
 
     def __init__(self, here: Coordinates, store: Store, timeout: timedelta) -> None:
-        self._here, self._store = here, cast(Any, store)  # torch's type stubs lack `clone`
+        # torch's type stubs lack `clone`
+        self._here = here
+        self._store = cast(Any, store)
         self._timeout_s = timeout.total_seconds()
         self._own: Any = None
         self._serves = False
@@ -271,7 +273,7 @@ def _answers(store: Store) -> bool:
         return error.errno in (EMFILE, ENFILE)  # this process has no socket to try by
 
 
-def say_at_next_meeting(ranks: Ranks) -> None:
+def say_at_next_meeting(ranks: ConnectedRank) -> None:
     """Take part in the next :func:`meet` of all ranks as a failed rank, and wait a moment for them.
 
     Ranks that wait there learn of the failure. One that comes when this process has ended finds the

@@ -1,6 +1,6 @@
 """Join the other ranks: first one store, then the group of all ranks, then the mesh.
 
-The first two need no sizes (:func:`gather`); the mesh needs the numbers of replicas and stages
+The first two need no sizes (:func:`meet_all`); the mesh needs the numbers of replicas and stages
 (:func:`join`), which may be known as late as in the set-up of a run. All are kept between Trainers:
 a second run uses the same group of all ranks, and with the same sizes the same mesh. The store ends
 with the process that hosts it.
@@ -203,8 +203,8 @@ def has_met() -> bool:
 def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     """Reach the store; keeps that of the last run with its group, unless that run has failed.
 
-    From here on ranks can tell each other of failures; :func:`gather` makes their group. All ranks
-    run the same script, so they count the same generations and agree on names of groups.
+    From here on ranks can tell each other of failures; :func:`meet_all` makes their group. All
+    ranks run the same script, so they count the same generations and agree on names of groups.
 
     Args:
         coordinates: coordinates of this rank; only the product of their sizes must be right.
@@ -244,7 +244,7 @@ def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     return _Process.everyone
 
 
-def gather(everyone: Everyone) -> None:
+def meet_all(everyone: Everyone) -> None:
     """Make the group of all ranks, which call this together.
 
     Raises:
@@ -307,7 +307,8 @@ def join(
     _Process.generation += 1
     name = f"mesh{_Process.generation}"
     mesh = Mesh(coordinates, everyone.store, everyone.world, backend, timeout, name, device)
-    _Process.joined, _Process.key = Joined(mesh, cluster), key
+    _Process.joined = Joined(mesh, cluster)
+    _Process.key = key
     return _Process.joined
 
 
@@ -317,7 +318,8 @@ def _leave_mesh() -> None:
         _Process.joined.mesh.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
-        _Process.joined, _Process.key = None, ()
+        _Process.joined = None
+        _Process.key = ()
 
 
 def _end() -> None:

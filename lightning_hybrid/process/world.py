@@ -29,14 +29,14 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process.children import Children
 from lightning_hybrid.process.faults import (
-    Watch,
+    FaultWatchdog,
     first_fault,
     is_loss,
     read_fault,
     say_at_next_meeting,
     tell_lost,
 )
-from lightning_hybrid.process.joining import Everyone, Joined, forget, gather
+from lightning_hybrid.process.joining import Everyone, Joined, forget, meet_all
 from lightning_hybrid.stage import tensors_of
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class World:
         self.everyone, self.phase, self.served = everyone, Phase.TOGETHER, served
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
-        self._watch = Watch(self.coordinates, everyone.store, timeout)
+        self._watch = FaultWatchdog(self.coordinates, everyone.store, timeout)
 
     def begin(self) -> None:
         """Watch for failures of other ranks, and meet all of them at the start of a run.
@@ -86,7 +86,7 @@ class World:
         if self.everyone.world.is_open:
             self._meet("the start of a run")
         else:
-            gather(self.everyone)
+            meet_all(self.everyone)
 
     def take_coordinates(self, joined: Joined) -> None:
         """Take the mesh, and with it the coordinates of this rank, when sizes are known."""

@@ -1,6 +1,5 @@
 """Tensors whose numbers are on other ranks, in files or not made yet: proxies, deferred tensors."""
 
-from lightning_hybrid.remote.deferral import Deferral, forget_made, has_loaded
 from lightning_hybrid.remote.deferred import (
     count_as_whole,
     give_up,
@@ -20,12 +19,13 @@ from lightning_hybrid.remote.deferred import (
     vacate,
     value_of,
 )
+from lightning_hybrid.remote.deferred_maker import DeferredMaker, forget_made, has_loaded
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
 from lightning_hybrid.remote.intercepted import Intercepted
-from lightning_hybrid.remote.living_views import View, views_of
+from lightning_hybrid.remote.living_views import ViewInMemory, views_of
 from lightning_hybrid.remote.mapped_files import PAGE_OUT, let_go_of_pages, mappings
 from lightning_hybrid.remote.own_memory import with_memory
-from lightning_hybrid.remote.proxy import Kind, hook_refused, read_now, writes_to
+from lightning_hybrid.remote.proxy import RemoteKind, hook_refused, read_now, writes_to
 from lightning_hybrid.remote.remote import RemoteTensors
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.unread import (
@@ -33,7 +33,7 @@ from lightning_hybrid.remote.unread import (
     is_unread,
     leave_unread,
     left_unread,
-    place_of,
     streaming,
     unread,
+    unread_place_of,
 )

@@ -3,7 +3,7 @@
 **Deferred** tensors serve networks that are too large for one rank. Such a tensor stays the same
 object when it gets memory; its class intercepts the operations on it
 (:mod:`lightning_hybrid.remote.intercepted`). Its *maker* knows how its numbers are made
-(:class:`lightning_hybrid.remote.deferral.Deferral`).
+(:class:`lightning_hybrid.remote.deferred_maker.DeferredMaker`).
 
 * Reading its size, type or device costs nothing.
 * Reading its numbers makes them in temporary memory. So even a whole network runs, slowly.
@@ -66,7 +66,7 @@ class Maker:
         """Make the numbers of deferred tensors; results for views of one memory share memory."""
         raise NotImplementedError
 
-    def settle(self, tensor: Tensor, value: Tensor) -> None:
+    def give_memory(self, tensor: Tensor, value: Tensor) -> None:
         """Make ordinary tensors of a tensor and its views, in the memory of ``value``."""
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ class Maker:
 
     def make(self, tensor: Tensor) -> None:
         """Give a deferred tensor, and its views, memory and numbers for good."""
-        self.settle(tensor, self.numbers([tensor])[0])
+        self.give_memory(tensor, self.numbers([tensor])[0])
 
     def pickled(self, tensor: Tensor) -> Any:
         """What ``__reduce_ex__`` returns for a tensor; ``None``: as for an ordinary tensor."""
@@ -265,7 +265,7 @@ def like(tensor: Tensor, device: torch.device | str) -> Tensor:
 _ATTRIBUTES = ("_maker", "_full_name", "_where", "_was_deferred", "_gradients")
 
 
-class Before(NamedTuple):
+class FormerMemory(NamedTuple):
     """The memory, class and attributes that a tensor had before it got other memory.
 
     Attributes:
@@ -279,7 +279,7 @@ class Before(NamedTuple):
     attributes: dict[str, Any]
 
 
-def exchange(tensor: Any, other: Tensor) -> Before:
+def exchange_memory(tensor: Any, other: Tensor) -> FormerMemory:
     """Swap the memory of a tensor with that of another one; it keeps its identity and class.
 
     Returns:
@@ -289,7 +289,7 @@ def exchange(tensor: Any, other: Tensor) -> Before:
     with as_they_are():
         swap_memory(tensor, other)
     clear_attributes(tensor)
-    return Before(other, type(tensor), attributes)
+    return FormerMemory(other, type(tensor), attributes)
 
 
 def clear_attributes(tensor: Any) -> None:
@@ -308,7 +308,9 @@ def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
         where: where its numbers are, in the words of errors.
     """
     tensor.__class__ = DeferredParameter if isinstance(tensor, nn.Parameter) else DeferredTensor
-    tensor._maker, tensor._full_name, tensor._where = maker, name, where
+    tensor._maker = maker
+    tensor._full_name = name
+    tensor._where = where
 
 
 def _elsewhere(tensor: Any) -> DeferredError:
@@ -326,13 +328,13 @@ def _elsewhere(tensor: Any) -> DeferredError:
     )
 
 
-def show(tensor: Any, value: Tensor) -> Before:
+def show(tensor: Any, value: Tensor) -> FormerMemory:
     """Make an ordinary tensor, in the memory of ``value``, of one that may be deferred.
 
     Returns:
         What :func:`restore` needs to undo it.
     """
-    before = exchange(tensor, ordinary(tensor, value))
+    before = exchange_memory(tensor, ordinary(tensor, value))
     with as_they_are():
         tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
         # (for `is_of_one_rank`: other ranks still lack this tensor)
@@ -340,8 +342,8 @@ def show(tensor: Any, value: Tensor) -> Before:
     return before
 
 
-def restore(tensor: Any, before: Before) -> None:
-    """Undo :func:`exchange`, and :func:`show` or :func:`defer` that have followed it."""
+def restore(tensor: Any, before: FormerMemory) -> None:
+    """Undo :func:`exchange_memory`, and :func:`show` or :func:`defer` that have followed it."""
     with as_they_are():
         swap_memory(tensor, before.memory)
         tensor.__class__ = before.kind
@@ -401,7 +403,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
     with as_they_are():
         for tensor, value, before in zip(deferred, values, versions):
             if version(value) != before and is_deferred(tensor):
-                tensor._maker.settle(tensor, value)
+                tensor._maker.give_memory(tensor, value)
     if any(id(tensor) in back for _, tensor in tensors_in(result)):
         return rebuild(result, lambda v: back.get(id(v), v))
     return result

@@ -19,7 +19,7 @@ from lightning_hybrid._torch.tensors import (
     storage_key,
 )
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.remote.deferred import Before, is_deferred, like, restore, show
+from lightning_hybrid.remote.deferred import FormerMemory, is_deferred, like, restore, show
 
 
 class Hollow:
@@ -40,9 +40,10 @@ class Hollow:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._module = module
+        self._device = device
         self._kept: dict[int, tuple[Any, Tensor]] = {}
-        self._shown: list[tuple[Tensor, Before]] = []
+        self._shown: list[tuple[Tensor, FormerMemory]] = []
         self.needed = True
 
     def __enter__(self) -> None:
@@ -117,11 +118,11 @@ def watched(
     with as_they_are():
         strided = {n: t for n, t in tensors.items() if t.layout is torch.strided}
         names = {storage_key(t.untyped_storage()): name for name, t in strided.items()}
-    with _Watch(names, read, absent) as watch, _watched_printing(watch):
+    with _ArgumentCheck(names, read, absent) as watch, _watched_printing(watch):
         yield
 
 
-class _Watch(TorchDispatchMode):
+class _ArgumentCheck(TorchDispatchMode):
     """A dispatch mode that checks the arguments of every operation outside of captured graphs.
 
     Args:
@@ -132,7 +133,9 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, names: Mapping[int, str], read: set[str], absent: Collection[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._read, self._absent = names, read, absent
+        self._names = names
+        self._read = read
+        self._absent = absent
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -165,7 +168,7 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def _watched_printing(watch: _Watch) -> Iterator[None]:
+def _watched_printing(watch: _ArgumentCheck) -> Iterator[None]:
     """Inside, printing a tensor is checked too, which dispatch modes do not see."""
     original: Any = Tensor.__repr__
 

@@ -58,7 +58,7 @@ class View(Token):
 
 
 @dataclass(frozen=True)
-class Constant:
+class RealTensor:
     """A real tensor that a recorded operation reads.
 
     Attributes:
@@ -71,7 +71,7 @@ class Constant:
     version: int | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Constant:
+    def of(cls, tensor: Tensor) -> RealTensor:
         """The constant for a tensor, as its numbers are now."""
         if is_deferred(tensor):
             return cls(tensor, None)
@@ -96,7 +96,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedOperation:
     """A recorded operation.
 
     Attributes:
@@ -123,7 +123,7 @@ class Step:
 
     def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Tensor]:
         """Run the operation on real tensors, with the random numbers that it drew originally."""
-        if isinstance(self.function, Constant):
+        if isinstance(self.function, RealTensor):
             return [self.function.value()]
         with _generator_at(self.generator, self.state):
             returned = self.function(*arguments, **keywords)
@@ -144,7 +144,7 @@ class Tape:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, RecordedOperation] = {}
         self._count = 0
         self._writers: dict[int, list[int]] = {}
         # (kept, since a key is unique only while its storage exists)
@@ -183,7 +183,9 @@ class Tape:
     def put(self, tensor: Tensor, value: Tensor) -> None:
         """Record that a tensor without memory has the numbers of another one."""
         view, nothing = self.view(tensor), frozenset[int]()
-        self._add(Step(Constant.of(value), (), {}, (view,), nothing, frozenset({view.key})))
+        self._add(
+            RecordedOperation(RealTensor.of(value), (), {}, (view,), nothing, frozenset({view.key}))
+        )
 
     def made(self, like_this: Tensor) -> Tensor:
         """A new tensor without memory, of the size and type of another one, and with no numbers."""
@@ -222,7 +224,7 @@ class Tape:
             reads = _keys((arguments[1:], keywords))
             replaces = written[0].key if written[0].key not in reads else None
         self._add(
-            Step(
+            RecordedOperation(
                 function, arguments, keywords, made, frozenset(reads), frozenset(writes), replaces,
                 *(random or (None, None)),
             )
@@ -247,7 +249,7 @@ class Tape:
         numbers = torch.Size(view.size).numel()
         return numbers * view.dtype.itemsize == self.bytes_behind(view)
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: RecordedOperation) -> None:
         if self.marking:
             self.marked |= step.writes
         for key in step.writes:
@@ -295,7 +297,7 @@ class Tape:
                 want(key, number)
         return found[::-1]
 
-    def _play(self, step: Step, memory: dict[int, torch.UntypedStorage]) -> None:
+    def _play(self, step: RecordedOperation, memory: dict[int, torch.UntypedStorage]) -> None:
         """Run a step on real memory.
 
         Args:
@@ -311,7 +313,7 @@ class Tape:
                 continue
             same = tensor.stride() == view.stride and tensor.storage_offset() == view.offset
             fits = tensor.untyped_storage().nbytes() == self._storages[view.key].nbytes()
-            if same and fits and not isinstance(step.function, Constant):
+            if same and fits and not isinstance(step.function, RealTensor):
                 memory[view.key] = tensor.untyped_storage()
             else:  # (a constant must not be written to; or the layout is not that on meta)
                 _write(self._look(view, memory, tensor.device), tensor)

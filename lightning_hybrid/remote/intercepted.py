@@ -76,9 +76,22 @@ LOOKS = frozenset(
         *(
             getattr(Tensor, name)
             for name in (
-                *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride"),
-                *("storage_offset", "is_contiguous", "element_size", "is_floating_point"),
-                *("is_complex", "is_signed", "is_same_size", "is_inference", "__hash__"),
+                "size",
+                "dim",
+                "ndimension",
+                "numel",
+                "nelement",
+                "__len__",
+                "stride",
+                "storage_offset",
+                "is_contiguous",
+                "element_size",
+                "is_floating_point",
+                "is_complex",
+                "is_signed",
+                "is_same_size",
+                "is_inference",
+                "__hash__",
                 "requires_grad_",
             )
         ),

@@ -17,18 +17,18 @@ from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.remote.deferred import is_deferred
 
-View = tuple[Tensor, Tensor]
+ViewInMemory = tuple[Tensor, Tensor]
 """A view, and the parameter or buffer in whose memory it is."""
 
 
-def views_of(network: nn.Module) -> list[View]:
+def views_of(network: nn.Module) -> list[ViewInMemory]:
     """The views of a network's parameters and buffers that code has taken, deferred ones aside."""
     tensors = (*network.parameters(), *network.buffers())
     with as_they_are():
         return living_views(tensor for tensor in tensors if not is_deferred(tensor))
 
 
-def living_views(tensors: Iterable[Tensor]) -> list[View]:
+def living_views(tensors: Iterable[Tensor]) -> list[ViewInMemory]:
     """Find all views of some tensors among the objects of this process.
 
     Views in autograd's graph are left out, since they belong to a step that has begun.

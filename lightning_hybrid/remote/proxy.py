@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_hybrid.remote.remote import RemoteTensors
 
 
-class Kind(Enum):
+class RemoteKind(Enum):
     """Kinds of tensors that another rank owns."""
 
     PARAMETER = "parameter"
@@ -35,17 +35,17 @@ class Kind(Enum):
 class RemoteStore(Protocol):
     """Reads and sets tensors on the ranks that own them, by their names in the LightningModule."""
 
-    def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]:
+    def give(self, kind: RemoteKind, names: list[str]) -> Mapping[str, Tensor]:
         """Fetch the present values of tensors."""
 
-    def bring(self, kind: Kind, memory: Mapping[str, Tensor]) -> Collection[str]:
+    def bring(self, kind: RemoteKind, memory: Mapping[str, Tensor]) -> Collection[str]:
         """Write the present values of parameters or gradients into memory on this device.
 
         Returns:
             The names of those that have come; :meth:`give` fetches the others.
         """
 
-    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
+    def take(self, kind: RemoteKind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         """Set tensors to values, or, with ``add``, add to them."""
 
     def clear_gradients(self, names: list[str]) -> None:
@@ -72,10 +72,13 @@ class Remote:
     __slots__ = ("_shown", "kind", "name", "seen", "table", "value", "version", "written")
 
     def __init__(
-        self, table: "RemoteTensors | _Kept", kind: Kind, name: str, value: Tensor
+        self, table: "RemoteTensors | _Kept", kind: RemoteKind, name: str, value: Tensor
     ) -> None:
         self._shown: ref[Tensor] | None = None
-        self.table, self.kind, self.name, self.value = table, kind, name, value
+        self.table = table
+        self.kind = kind
+        self.name = name
+        self.value = value
         self.seen: int | None = None
         # (a write before the first fetch is overwritten by it, and not sent)
         self.version = version(value)
@@ -103,9 +106,10 @@ class Remote:
         """Whether ``value`` was written to here since it was last equal to the owner's."""
         return self.written or (self.seen is not None and version(self.value) != self.version)
 
-    def settle(self) -> None:
+    def note_equal(self) -> None:
         """Note that ``value`` is equal to what the owner has."""
-        self.version, self.written = version(self.value), False
+        self.version = version(self.value)
+        self.written = False
 
 
 class _Kept:
@@ -193,7 +197,9 @@ def make_proxy(tensor: Any, source: Remote) -> Tensor:
 
 def make_proxy_again(tensor: Any, source: Remote) -> None:
     """Make a proxy of a tensor that was one before."""
-    tensor.__class__ = RemoteParameter if isinstance(tensor, nn.Parameter) else RemoteTensor
+    # (looked up for every weight in every call: `isinstance` asks the metaclass of parameters)
+    plain = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
+    tensor.__class__ = RemoteParameter if plain else RemoteTensor
     tensor._source = source
 
 
@@ -204,9 +210,16 @@ def proxies() -> list[Tensor]:
 
 def make_plain(tensor: Any) -> None:
     """Make an ordinary tensor of a proxy; other tensors stay as they are."""
-    plain: dict[type, type] = {RemoteParameter: nn.Parameter, RemoteTensor: Tensor}
-    tensor.__class__ = plain.get(type(tensor), type(tensor))
-    vars(tensor).pop("_source", None)
+    # (of every weight in every call of a network: no table of classes is made for each)
+    kind = type(tensor)
+    if kind is RemoteParameter:
+        tensor.__class__ = nn.Parameter
+        del tensor._source
+    elif kind is RemoteTensor:
+        tensor.__class__ = Tensor
+        del tensor._source
+    else:
+        vars(tensor).pop("_source", None)
 
 
 def read_now(tensor: Tensor) -> Tensor:
@@ -274,8 +287,13 @@ _PLACES = {*getters("device", "is_cuda", "is_cpu", "is_meta", "is_xla"), Tensor.
 _Proxy.looks = LOOKS | {Tensor.is_pinned, Tensor.retain_grad}
 
 _NORMS = {
-    *(F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm),
-    *(torch.native_batch_norm, torch.cudnn_batch_norm, torch.miopen_batch_norm),
+    F.batch_norm,
+    F.instance_norm,
+    torch.batch_norm,
+    torch.instance_norm,
+    torch.native_batch_norm,
+    torch.cudnn_batch_norm,
+    torch.miopen_batch_norm,
 }
 """Operations that change running statistics without counting it in their version counters."""
 

@@ -40,10 +40,10 @@ from lightning_hybrid.remote.deferred import (
     value_of,
 )
 from lightning_hybrid.remote.hollow_network import watched
-from lightning_hybrid.remote.living_views import View, refuse_larger, refuse_one_memory
+from lightning_hybrid.remote.living_views import ViewInMemory, refuse_larger, refuse_one_memory
 from lightning_hybrid.remote.proxy import (
-    Kind,
     Remote,
+    RemoteKind,
     RemoteStore,
     make_plain,
     make_proxy,
@@ -54,11 +54,11 @@ from lightning_hybrid.remote.proxy import (
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.unread import is_unread, left_unread
 
-_IN_MODULES = (Kind.PARAMETER, Kind.BUFFER)
+_IN_MODULES = (RemoteKind.PARAMETER, RemoteKind.BUFFER)
 
 
 def _left(fetched: Iterable[Remote], *, in_graph: bool = False) -> list[Remote]:
-    """Free the memory of parameters; returns those that have it still, and why see `vacate`."""
+    """Free the memory of parameters; returns those that must keep it (see `vacate`)."""
     for remote in fetched:
         if not (in_graph and remote.changed):
             vacate(remote.value, in_graph=in_graph)
@@ -87,16 +87,17 @@ class RemoteTensors:
     """
 
     def __init__(self, owners: RemoteStore, device: torch.device) -> None:
-        self._owners, self.device = owners, device
+        self._owners = owners
+        self.device = device
         # by name, where in the module each parameter and buffer is: table of a module, key in it
         self._places: dict[str, tuple[dict[str, Any], str, Remote]] = {}
-        self._tensors: dict[Kind, dict[str, Remote]] = {kind: {} for kind in Kind}
+        self._tensors: dict[RemoteKind, dict[str, Remote]] = {kind: {} for kind in RemoteKind}
         self._here_too: set[str] = set()
-        self._age = dict.fromkeys(Kind, 0)
-        self._reads = dict.fromkeys(Kind, 0)
-        self._touched: dict[tuple[Kind, str], Remote] = {}
+        self._age = dict.fromkeys(RemoteKind, 0)
+        self._reads = dict.fromkeys(RemoteKind, 0)
+        self._touched: dict[tuple[RemoteKind, str], Remote] = {}
         self.gradients = RemoteGradients(
-            self, owners, self._tensors[Kind.PARAMETER], self._tensors[Kind.GRADIENT]
+            self, owners, self._tensors[RemoteKind.PARAMETER], self._tensors[RemoteKind.GRADIENT]
         )
         self._busy = False
         self._at_hand = False  # whether code runs inside of `at_hand`
@@ -111,7 +112,7 @@ class RemoteTensors:
         module: nn.Module,
         names: Iterable[str],
         here_too: Iterable[str] = (),
-        views: Iterable[View] = (),
+        views: Iterable[ViewInMemory] = (),
     ) -> None:
         """Make proxies of these parameters and buffers of ``module``.
 
@@ -142,7 +143,7 @@ class RemoteTensors:
             refuse_larger(view, value, remotes[id(value)].name)
             make_proxy(view, remotes[id(value)])
         # (this step may have computed with any of them already, when they were ordinary tensors)
-        parameters = self._tensors[Kind.PARAMETER]
+        parameters = self._tensors[RemoteKind.PARAMETER]
         self.gradients.in_graph |= parameters
         with as_they_are():
             gradients = {name: remote.value.grad for name, remote in parameters.items()}
@@ -158,7 +159,7 @@ class RemoteTensors:
             key: its key there.
         """
         value = place[key]
-        kind = Kind.PARAMETER if isinstance(value, nn.Parameter) else Kind.BUFFER
+        kind = RemoteKind.PARAMETER if isinstance(value, nn.Parameter) else RemoteKind.BUFFER
         known = self._tensors[kind].get(name)
         if known is None or known.value is not value:
             known = self._tensors[kind][name] = Remote(self, kind, name, value)
@@ -166,7 +167,7 @@ class RemoteTensors:
         make_proxy(value, known)
         return known
 
-    def names(self, *kinds: Kind) -> set[str]:
+    def names(self, *kinds: RemoteKind) -> set[str]:
         """Names of the parameters (or buffers) that other ranks own; no kind: of both."""
         return {name for kind in kinds or _IN_MODULES for name in self._tensors[kind]}
 
@@ -185,7 +186,7 @@ class RemoteTensors:
         Args:
             but: names of the parameters that stages of this rank compute with.
         """
-        named = self._tensors[Kind.PARAMETER].items()
+        named = self._tensors[RemoteKind.PARAMETER].items()
         self._here = [remote for name, remote in named if name not in but]
         self._leave()
 
@@ -223,7 +224,7 @@ class RemoteTensors:
 
     def close(self) -> None:
         """Make ordinary tensors of all proxies again, with the gradients that were brought."""
-        parameters, owned = self._tensors[Kind.PARAMETER], set(self._owned())
+        parameters, owned = self._tensors[RemoteKind.PARAMETER], set(self._owned())
         for remote in owned:
             make_plain(remote.value)
         # (the user's code may keep views, which must not ask workers that have ended)
@@ -292,10 +293,10 @@ class RemoteTensors:
             names: names of the parameters.
         """
         self.flush()
-        parameters = [self._tensors[Kind.PARAMETER][name] for name in names]
+        parameters = [self._tensors[RemoteKind.PARAMETER][name] for name in names]
         with torch.no_grad(), as_they_are():
             self._fetch(parameters)
-            present, gradients = self.gradients.names(), self._tensors[Kind.GRADIENT]
+            present, gradients = self.gradients.names(), self._tensors[RemoteKind.GRADIENT]
             held = {r.name: gradients[r.name] for r in parameters if r.name in present}
             self._fetch(held.values())
         for remote in parameters:
@@ -326,15 +327,15 @@ class RemoteTensors:
 
     # -- around commands to the owners
 
-    def outdate(self, *kinds: Kind) -> None:
+    def outdate(self, *kinds: RemoteKind) -> None:
         """Note that the owners change tensors of these kinds, so that what is here is stale."""
         for kind in kinds:
             self._age[kind] += 1
             # (so that the next read fetches one tensor alone, see `read`)
             self._reads[kind] = 0
-            if kind is Kind.GRADIENT:
+            if kind is RemoteKind.GRADIENT:
                 self.gradients.outdate()
-            elif kind is Kind.PARAMETER and self._here:
+            elif kind is RemoteKind.PARAMETER and self._here:
                 self._leave()
 
     def flush(self) -> None:
@@ -351,12 +352,12 @@ class RemoteTensors:
         try:
             with as_they_are():
                 if in_graph and self.gradients.send_arisen():
-                    self.outdate(Kind.GRADIENT)
+                    self.outdate(RemoteKind.GRADIENT)
                 if assigned:
                     # (changes of the gradients of before are not sent)
                     for name in self.gradients.send_assigned():
-                        self._touched.pop((Kind.GRADIENT, name), None)
-                    self.outdate(Kind.GRADIENT)
+                        self._touched.pop((RemoteKind.GRADIENT, name), None)
+                    self.outdate(RemoteKind.GRADIENT)
                 self._send_changed()
         finally:
             self._busy = False
@@ -370,25 +371,25 @@ class RemoteTensors:
         for remote in self._owned():
             if (names is None or remote.name in names) and not is_vacant(remote.value):
                 remote.seen = self._age[remote.kind]
-                remote.settle()
+                remote.note_equal()
         self._writes += 1
 
     def adopt(self, names: Iterable[str]) -> None:
         """Note that these parameters are here as the owners have them."""
         for name in names:
-            remote = self._tensors[Kind.PARAMETER][name]
-            remote.seen = self._age[Kind.PARAMETER]
-            remote.settle()
+            remote = self._tensors[RemoteKind.PARAMETER][name]
+            remote.seen = self._age[RemoteKind.PARAMETER]
+            remote.note_equal()
 
     def bring_gradients(self) -> None:
         """Fetch all gradients at the end of a run; :meth:`close` puts them on the parameters."""
-        if not self._tensors[Kind.PARAMETER]:
+        if not self._tensors[RemoteKind.PARAMETER]:
             return
         self.flush()
         with torch.no_grad(), as_they_are():
-            parameters, names = self._tensors[Kind.PARAMETER], self.gradients.names()
+            parameters, names = self._tensors[RemoteKind.PARAMETER], self.gradients.names()
             here = [name for name in names if not is_deferred(parameters[name].value)]
-            values = self._owners.give(Kind.GRADIENT, here)  # (some may be sparse)
+            values = self._owners.give(RemoteKind.GRADIENT, here)  # (some may be sparse)
             values = {n: v.to(parameters[n].value.device) for n, v in values.items()}
         self.leave_gradients(values)
 
@@ -398,7 +399,7 @@ class RemoteTensors:
         Args:
             values: the gradients by name of the parameter, in memory of this rank.
         """
-        parameters = self._tensors[Kind.PARAMETER]
+        parameters = self._tensors[RemoteKind.PARAMETER]
         self._brought = {name: value for name, value in values.items() if name in parameters}
         self._keep_shown()
         self._owners.clear_gradients([*self._brought])  # (they belong to this rank now)
@@ -426,7 +427,7 @@ class RemoteTensors:
             value = place.get(key)
             if value is known.value:
                 continue
-            if known.kind is Kind.PARAMETER or not isinstance(value, Tensor):
+            if known.kind is RemoteKind.PARAMETER or not isinstance(value, Tensor):
                 if not computes:
                     continue
                 raise HybridError(
@@ -449,7 +450,7 @@ class RemoteTensors:
         kind, age = remote.kind, self._age[remote.kind]
         # (the reader may keep a view and change it later, so `flush` compares the versions)
         self._touched[kind, remote.name] = remote
-        if remote.name in self._here_too and kind is Kind.BUFFER:
+        if remote.name in self._here_too and kind is RemoteKind.BUFFER:
             remote.seen = age
         if remote.seen == age:
             return
@@ -459,7 +460,7 @@ class RemoteTensors:
             wanted = [remote]
             if self._reads[kind] and self._lone is None:
                 wanted = [r for r in self._tensors[kind].values() if r.seen != age]
-                if kind is Kind.GRADIENT:
+                if kind is RemoteKind.GRADIENT:
                     wanted = [r for r in wanted if r is remote or r.name in self.gradients.known]
             self._reads[kind] += 1
             with torch.no_grad():
@@ -474,7 +475,7 @@ class RemoteTensors:
         """
         self.flush()
         with torch.no_grad(), as_they_are():
-            for kind in _IN_MODULES if parameters else [Kind.BUFFER]:
+            for kind in _IN_MODULES if parameters else [RemoteKind.BUFFER]:
                 named = self._tensors[kind].items()
                 self._fetch([r for name, r in named if name.startswith(prefix)])
 
@@ -484,11 +485,11 @@ class RemoteTensors:
         Args:
             prefix: the beginning of their names.
         """
-        named = self._tensors[Kind.PARAMETER].items()
+        named = self._tensors[RemoteKind.PARAMETER].items()
         values = [remote.value for name, remote in named if name.startswith(prefix)]
         return sum(value.nbytes for value in values if is_vacant(value))
 
-    def state(self, kind: Kind) -> object:
+    def state(self, kind: RemoteKind) -> object:
         """A value that stays equal until the owners or this rank change tensors of a kind."""
         return self._age[kind], self._writes
 
@@ -505,11 +506,11 @@ class RemoteTensors:
     def note_use(self, names: Iterable[str]) -> None:
         """Note that stages of this rank compute with these parameters in autograd's graph."""
         for name in names:
-            self.enter_graph(self._tensors[Kind.PARAMETER][name])
+            self.enter_graph(self._tensors[RemoteKind.PARAMETER][name])
 
     def gradient(self, remote: Remote) -> Tensor | None:
         """A proxy of the gradient of a parameter, if it has one."""
-        if not self.gradients.is_settled(remote):
+        if not self.gradients.is_known(remote):
             self.flush()  # (a gradient may have come about here)
         return self.gradients.proxy(remote)
 
@@ -536,7 +537,7 @@ class RemoteTensors:
                 self._fetch(self.gradients.kept(names))
         for name in names:
             self.gradients.release(name)
-            self._touched.pop((Kind.GRADIENT, name), None)
+            self._touched.pop((RemoteKind.GRADIENT, name), None)
 
     # -- inside
 
@@ -568,11 +569,11 @@ class RemoteTensors:
                 remote.value.copy_(value)
         for remote in stale:
             remote.seen = self._age[kind]
-            remote.settle()
+            remote.note_equal()
         for other in self._tensors[kind].values():
             if id(other.value) in fetched:  # (the same tensor, tied under another name)
                 other.seen = self._age[kind]
-                other.settle()
+                other.note_equal()
 
     def _make_room(self, remote: Remote) -> bool:
         """Have memory for a tensor on this device. Returns whether there was none."""
@@ -584,17 +585,17 @@ class RemoteTensors:
             remote.value.data = remote.value.data.to(self.device)
         return False
 
-    def _bring(self, kind: Kind, stale: Iterable[Remote]) -> Collection[str]:
+    def _bring(self, kind: RemoteKind, stale: Iterable[Remote]) -> Collection[str]:
         """Have the owners write into the memory here. Returns the names of what has come."""
-        if kind is Kind.BUFFER:  # their sizes may change
+        if kind is RemoteKind.BUFFER:  # their sizes may change
             return ()
         # whether the numbers are others is not looked at: they may not be if this graph has them
-        saved = self.gradients.in_graph if kind is Kind.PARAMETER else {}
+        saved = self.gradients.in_graph if kind is RemoteKind.PARAMETER else {}
         memory = {r.name: r.value for r in stale if r.name not in saved}
         brought = self._owners.bring(kind, memory)
         for value in map(memory.__getitem__, brought):
             # (an inference tensor counts nothing; what is frozen no step changes)
-            if not value.is_inference() and (kind is Kind.GRADIENT or value.requires_grad):
+            if not value.is_inference() and (kind is RemoteKind.GRADIENT or value.requires_grad):
                 increment_version(value)
         return brought
 
@@ -604,7 +605,7 @@ class RemoteTensors:
         Raises:
             HybridError: a view of a stale value was changed.
         """
-        changed: dict[Kind, dict[str, Tensor]] = {}
+        changed: dict[RemoteKind, dict[str, Tensor]] = {}
         for (kind, name), remote in self._touched.items():
             if remote.changed:
                 if remote.seen != self._age[kind] and not remote.written:
@@ -614,8 +615,8 @@ class RemoteTensors:
                         f"{kind.value}, or change the {kind.value} itself."
                     )
                 changed.setdefault(kind, {})[name] = remote.value
-                remote.settle()
+                remote.note_equal()
         for kind, values in changed.items():
             self._owners.take(kind, values)
             self._writes += 1
-            self.changed |= kind is not Kind.GRADIENT
+            self.changed |= kind is not RemoteKind.GRADIENT

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.remote.proxy import Kind, Remote, RemoteStore, make_proxy, source_of
+from lightning_hybrid.remote.proxy import Remote, RemoteKind, RemoteStore, make_proxy, source_of
 
 if TYPE_CHECKING:
     from lightning_hybrid.remote.remote import RemoteTensors
@@ -41,8 +41,10 @@ class RemoteGradients:
         parameters: dict[str, Remote],
         held: dict[str, Remote],
     ) -> None:
-        self._table, self._owners = table, owners
-        self._parameters, self._held = parameters, held
+        self._table = table
+        self._owners = owners
+        self._parameters = parameters
+        self._held = held
         self._present: set[str] | None = None
         self._over = False
         self._parts = set[str]()  # names of assigned gradients that are parts of larger tensors
@@ -57,7 +59,7 @@ class RemoteGradients:
         """
         return self._present or ()
 
-    def is_settled(self, remote: Remote) -> bool:
+    def is_known(self, remote: Remote) -> bool:
         """Whether a parameter's gradient is known without sending what is pending first."""
         if remote.name in self.assigned:
             return True
@@ -71,7 +73,9 @@ class RemoteGradients:
                 for name in present - self._held.keys():  # (a second read fetches them all)
                     parameter = self._parameters[name].value
                     memory = torch.zeros_like(parameter, device=self._table.device)
-                    self._held[name] = Remote(self._table, Kind.GRADIENT, name, memory.detach())
+                    self._held[name] = Remote(
+                        self._table, RemoteKind.GRADIENT, name, memory.detach()
+                    )
         return present
 
     def _names(self) -> set[str]:
@@ -127,7 +131,7 @@ class RemoteGradients:
                 found[name], remote.value.grad = remote.value.grad, None
         if found:
             # (autograd makes parts of a larger tensor for `torch.cat`: nobody refers to that)
-            self._owners.take(Kind.GRADIENT, found, add=True)
+            self._owners.take(RemoteKind.GRADIENT, found, add=True)
         return bool(found)
 
     def send_assigned(self) -> Collection[str]:
@@ -138,7 +142,7 @@ class RemoteGradients:
             self._owners.clear_gradients(cleared)
         values = {name: value for name, value in assigned.items() if value is not None}
         if values:
-            self._owners.take(Kind.GRADIENT, values)
+            self._owners.take(RemoteKind.GRADIENT, values)
         for name in assigned:
             self.release(name)
         self.note_parts(values)
@@ -193,4 +197,5 @@ class RemoteGradients:
         self.in_graph.clear()
         self.assigned.clear()
         self._parts.clear()
-        self._present, self._over = set(), True
+        self._present = set()
+        self._over = True

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.serialization import reduced
 from lightning_hybrid._torch.tensors import as_they_are, without_dispatch_modes
 from lightning_hybrid.remote.deferred import (
-    Before,
+    FormerMemory,
     Maker,
     count_as_whole,
     defer,
-    exchange,
+    exchange_memory,
     is_deferred,
     like,
     restore,
@@ -34,7 +34,7 @@ _streams: ContextVar[bool] = ContextVar("streams", default=False)
 
 
 class Unread(Maker):
-    """The maker of one unread tensor and of its views.
+    """Reads one tensor, and its views, from a file or another process when they are used.
 
     Args:
         read: reads the numbers, as a 1-d tensor of bytes that this rank may write to.
@@ -42,7 +42,7 @@ class Unread(Maker):
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
-        self.whole: tuple[object, ...] = ()  # see `place_of`
+        self.whole: tuple[object, ...] = ()  # see `unread_place_of`
         self._shown: list[ref[Any]] = []
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -62,7 +62,7 @@ class Unread(Maker):
                 found.append(_laid_out(tensor, made[id(maker)]))
         return found
 
-    def settle(self, tensor: Tensor, value: Tensor) -> None:
+    def give_memory(self, tensor: Tensor, value: Tensor) -> None:
         # (all views become ordinary tensors in the same new memory)
         shown, self._shown = self._shown, []
         memory = torch.empty(0, dtype=torch.uint8)
@@ -87,7 +87,9 @@ class Unread(Maker):
 def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
     """A tensor in ``memory`` with the size, strides, offset and type of another one."""
     with as_they_are():
-        size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        size = tensor.shape
+        stride = tensor.stride()
+        offset = tensor.storage_offset()
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(memory.untyped_storage(), offset, size, stride)
 
@@ -117,7 +119,7 @@ def unread(
     Args:
         tensor: has the size, strides and type.
         read: reads its numbers; see :class:`Unread`.
-        place: tells where the numbers are; :func:`place_of` returns it.
+        place: tells where the numbers are; :func:`unread_place_of` returns it.
         name: its name in errors.
     """
     maker = Unread(read)
@@ -126,7 +128,7 @@ def unread(
     return tensor
 
 
-def place_of(tensor: Any) -> Any:
+def unread_place_of(tensor: Any) -> Any:
     """The ``place`` given to :func:`unread`; ``None``: the tensor is not unread, or a view."""
     if not is_unread(tensor):
         return None
@@ -139,7 +141,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def leave_unread(tensor: Any, name: str, value: Any) -> Before:
+def leave_unread(tensor: Any, name: str, value: Any) -> FormerMemory:
     """Free a tensor's memory, and make it an unread tensor named ``name`` with numbers of another.
 
     Args:
@@ -151,14 +153,14 @@ def leave_unread(tensor: Any, name: str, value: Any) -> Before:
         What :func:`restore` needs to undo it.
     """
     with as_they_are(), torch.no_grad():
-        before = exchange(tensor, ordinary(tensor, like(value, "meta")))
+        before = exchange_memory(tensor, ordinary(tensor, like(value, "meta")))
         value._maker.open(tensor, name)
     return before
 
 
 @contextmanager
 def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a tensor has no memory and reads ``value`` when it is used; after it, as before."""
+    """Inside, a tensor has no memory and reads ``value`` when used; afterwards it is as before."""
     before = leave_unread(tensor, name, value)
     try:
         yield

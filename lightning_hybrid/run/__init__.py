@@ -7,10 +7,11 @@ from lightning_hybrid.run.building import (
     move_module,
 )
 from lightning_hybrid.run.checkpoint_io import with_atomic_writes
-from lightning_hybrid.run.framework import ByFabric
+from lightning_hybrid.run.framework import FabricFramework
 from lightning_hybrid.run.part import Part
+from lightning_hybrid.run.rehearsed_sizes import choose_on_rank_0
 from lightning_hybrid.run.replica_world import (
-    Launched,
+    LauncherRanks,
     ReplicaWorld,
     ShownRanks,
     asked_by_framework,
@@ -19,4 +20,3 @@ from lightning_hybrid.run.replica_world import (
 from lightning_hybrid.run.run import Run, scalers_of
 from lightning_hybrid.run.run_results import Results, TrainerResults, adopt_attributes
 from lightning_hybrid.run.session import DriverSession, WorkerSession
-from lightning_hybrid.run.sizing import choose_on_rank_0

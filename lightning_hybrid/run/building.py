@@ -23,7 +23,7 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import set_module_device
 from lightning_hybrid.comm import Failure
 from lightning_hybrid.process import NoWorld, World
-from lightning_hybrid.remote import Deferral, is_deferred
+from lightning_hybrid.remote import DeferredMaker, is_deferred
 from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import (
     gather_after_run,
@@ -43,7 +43,7 @@ class Building:
             every rank has all weights, made as on one device.
     """
 
-    def __init__(self, deferral: Deferral | None = None) -> None:
+    def __init__(self, deferral: DeferredMaker | None = None) -> None:
         self._deferral = deferral
 
     @property
@@ -65,7 +65,7 @@ class Building:
         # once deferred, weights stay with their owners
         if self.deferred or averages or stages == 1:
             return self
-        return Building(Deferral(device))
+        return Building(DeferredMaker(device))
 
     def building(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, what is done to weights that are not made yet is noted down."""
@@ -99,7 +99,9 @@ class BetweenRuns:
         *,
         divided: bool = False,
     ) -> None:
-        self._ranks, self._building, self._divided = ranks, building, divided
+        self._ranks = ranks
+        self._building = building
+        self._divided = divided
 
     def fence(self) -> None:
         """No replica is ahead of the others."""
@@ -122,11 +124,11 @@ class BetweenRuns:
     def full_state_dict(
         self, module: nn.Module, *, here: bool, frozen: bool = True
     ) -> dict[str, Any]:
-        """The same, with what other ranks hold; all ranks call it together.
+        """The state of the module with the weights of all ranks, which call this together.
 
         Args:
             module: the LightningModule.
-            here: likewise.
+            here: whether this rank gets the state; else it is empty.
             frozen: whether parameters that require no gradient are in it.
         """
         ranks, values = self._ranks, dict[str, Tensor]()

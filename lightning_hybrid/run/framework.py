@@ -19,7 +19,7 @@ from lightning_hybrid.run.run_results import (
 )
 
 
-class ByTrainer:
+class TrainerFramework:
     """The framework of a run that a Trainer has begun.
 
     Args:
@@ -27,7 +27,8 @@ class ByTrainer:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self._before = trainer, Snapshot(trainer)
+        self.trainer = trainer
+        self._before = Snapshot(trainer)
 
     @property
     def folder(self) -> str:
@@ -63,17 +64,23 @@ class ByTrainer:
         adopt_results(self.trainer, cast(TrainerResults, results), self._before)
 
 
-class ByFabric:
-    """The framework of a run that Fabric has begun; its attributes are those of :class:`ByTrainer`.
+class FabricFramework:
+    """The framework of a run that Fabric has begun.
+
+    It has the attributes of :class:`TrainerFramework`.
 
     Args:
         module: the module that is trained.
     """
 
-    streams, accumulates, went_well = False, False, True
+    streams = False
+    accumulates = False
+    went_well = True
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self.folder, self.batches = module, str(Path.cwd()), 0
+        self._module = module
+        self.folder = str(Path.cwd())
+        self.batches = 0
 
     def collect(self, returned: Any) -> Results:
         """On a driver, collect the results of a run that has ended without an error."""
@@ -84,5 +91,5 @@ class ByFabric:
         results.adopt(self._module)
 
 
-Framework = ByTrainer | ByFabric
+Framework = TrainerFramework | FabricFramework
 """What a run needs of the framework."""

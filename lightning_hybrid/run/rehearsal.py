@@ -29,7 +29,7 @@ from lightning_hybrid._lightning import (
     is_param_in_hook_signature,
 )
 from lightning_hybrid._lightning_private import random_states, set_random_states, training_source
-from lightning_hybrid.driver import LookAhead
+from lightning_hybrid.driver import ForeseenCalls
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import CalledNetwork
 from lightning_hybrid.stage import with_room_for
@@ -50,6 +50,8 @@ def rehearsal(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
+    *,
+    shares: bool = False,
 ) -> Iterator[Sequence[CalledNetwork]]:
     """Run a training step on a copy of the module; inside, its networks may be measured.
 
@@ -61,6 +63,7 @@ def rehearsal(
         names: names of the modules that are networks; None: they are found.
         device: device of this rank.
         precision: Lightning's precision plugin, whose context is entered.
+        shares: whether to look for losses of which each micro-batch has a share.
 
     Raises:
         CannotRehearse: no call of a network was seen.
@@ -69,7 +72,7 @@ def rehearsal(
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            looked = _look(trainer, module, names, device, precision)
+            looked = _look(trainer, module, names, device, precision, shares=shares)
             with closing(looked), precision.train_step_context():
                 yield looked.seen
     finally:
@@ -82,7 +85,9 @@ def _look(
     names: tuple[str, ...] | None,
     device: torch.device,
     precision: Precision,
-) -> LookAhead:
+    *,
+    shares: bool,
+) -> ForeseenCalls:
     """Run the training step of a copy on a batch. Returns what was seen.
 
     Raises:
@@ -92,7 +97,7 @@ def _look(
     # what the step logs must not reach the loggers
     stand_in.loggers = [DummyLogger()] if trainer.loggers else []
     copied = _copied(module, trainer, stand_in).to(place)
-    looked = LookAhead(copied, names)
+    looked = ForeseenCalls(copied, names, shares=shares)
     problems: list[str] = []
     # errors of the user's code are not raised here: the run will raise them
     try:
@@ -164,8 +169,11 @@ def _first_batch(loaders: Any) -> Any:
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:
         if isinstance(loader, DataLoader):  # start no loader processes for one batch
-            loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
-            loader.prefetch_factor, loader.worker_init_fn = None, None
+            loader.num_workers = 0
+            loader.timeout = 0
+            loader.pin_memory = False
+            loader.prefetch_factor = None
+            loader.worker_init_fn = None
     batch, _, _ = next(iter(combined))
     return batch
 

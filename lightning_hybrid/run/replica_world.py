@@ -7,7 +7,7 @@ above these, so that code for one rank runs on one.
 
 These are the numbers in properties of the strategy (:mod:`lightning_hybrid.strategy`) at any time,
 and in environment variables during a run (:class:`ShownRanks`). Launchers, the store and the next
-run need the numbers of all processes (:class:`Launched`).
+run need the numbers of all processes (:class:`LauncherRanks`).
 """
 
 import os
@@ -22,7 +22,7 @@ from lightning_hybrid.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Launched:
+class LauncherRanks:
     """The numbers of this process among all processes, as the launcher has given them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Launched:
     node_rank: int = 0
 
     @classmethod
-    def by(cls, environment: ClusterEnvironment | None, per_host: int) -> "Launched":
+    def by(cls, environment: ClusterEnvironment | None, per_host: int) -> "LauncherRanks":
         """The numbers of this process, from the launcher's environment.
 
         Args:
@@ -80,7 +80,7 @@ class ReplicaWorld:
 
     @classmethod
     def of(
-        cls, coordinates: Coordinates, launched: Launched, hosts: int, per_host: int
+        cls, coordinates: Coordinates, launched: LauncherRanks, hosts: int, per_host: int
     ) -> "ReplicaWorld":
         """The ranks and world sizes of a process, counted in replicas.
 
@@ -123,19 +123,33 @@ class ReplicaWorld:
 
 
 _RANK = (
-    *("RANK", "ROLE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "RANK",
+    "ROLE_RANK",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
     "JSM_NAMESPACE_RANK",
 )
 _SIZE = (
-    *("WORLD_SIZE", "ROLE_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"),
-    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"),
+    "WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "JSM_NAMESPACE_SIZE",
 )
 _LOCAL_RANK = (
-    *("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
     "JSM_NAMESPACE_LOCAL_RANK",
 )
 _LOCAL_SIZE = (
-    *("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "LOCAL_WORLD_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
     "JSM_NAMESPACE_LOCAL_SIZE",
 )
 _NODE_RANK = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")

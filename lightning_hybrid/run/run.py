@@ -24,7 +24,7 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
 from lightning_hybrid.process import World
 from lightning_hybrid.run.building import Building
-from lightning_hybrid.run.framework import ByTrainer, Framework
+from lightning_hybrid.run.framework import Framework, TrainerFramework
 from lightning_hybrid.stage import StageOptions, Stopwatch, broadcast_module
 from lightning_hybrid.state import make_what_no_network_owns
 
@@ -95,7 +95,7 @@ class Run:
         is_zero = world.coordinates.lightning_rank == 0
         return cls(
             config=config,
-            framework=ByTrainer(trainer),
+            framework=TrainerFramework(trainer),
             module=trainer.lightning_module,
             world=world,
             device=device,
@@ -115,7 +115,7 @@ class Run:
     @property
     def trainer(self) -> Trainer:
         """The Trainer, for features that do not exist under Fabric."""
-        assert isinstance(self.framework, ByTrainer)
+        assert isinstance(self.framework, TrainerFramework)
         return self.framework.trainer
 
     @property
@@ -175,6 +175,9 @@ class Run:
             PlanError: the user's plan is for another network.
         """
         given, settings = self.config.plan, self.config.settings
+        # (a backward has parts of other replicas then, whose losses may get other gradients)
+        if self.synchronised:
+            settings = replace(settings, may_go_inside=False)
         if given is not None and not chosen:
             shown = f"{network.name or 'self'!r} ({type(network.graph.network).__name__})"
             given.check_network([partition.name for partition in network.partitions], shown)

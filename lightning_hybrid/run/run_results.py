@@ -44,7 +44,7 @@ LIMIT_BYTES = 16 * 2**20
 
 # objects with an identity: on another rank there must be no copy of them
 _NOT_PLAIN = (nn.Module, nn.Parameter, Optimizer, DataLoader, Trainer, Strategy, Callback, Logger)
-_Key = tuple[str, str]  # owner ("module", "callback 0"), attribute
+_AttributeKey = tuple[str, str]  # owner ("module", "callback 0"), attribute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class TrainerResults(Results):
     callback_metrics: Mapping[str, Tensor]
     logged_metrics: Mapping[str, Tensor]
     progress_bar_metrics: Mapping[str, float]
-    attributes: dict[_Key, bytes]
+    attributes: dict[_AttributeKey, bytes]
     children: Mapping[str, Mapping[str, str | None]]
     loops: Mapping[str, Any]
     batches: list[Any]
@@ -158,7 +158,7 @@ class Snapshot:
         self._parts = dict(trainer.lightning_module.named_modules())
         self._children = {name: dict(children_of(part)) for name, part in self._parts.items()}
 
-    def changes(self, trainer: Trainer) -> dict[_Key, bytes]:
+    def changes(self, trainer: Trainer) -> dict[_AttributeKey, bytes]:
         """The attributes that are new or have changed since, each pickled."""
         return {
             key: data for key, data in _plain_data(trainer) if self._hashes.get(key) != hash(data)
@@ -270,7 +270,7 @@ def _owners(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     yield from ((f"logger {i}", logger) for i, logger in enumerate(trainer.loggers))
 
 
-def _plain_data(trainer: Trainer) -> Iterator[tuple[_Key, bytes]]:
+def _plain_data(trainer: Trainer) -> Iterator[tuple[_AttributeKey, bytes]]:
     for owner, thing in _owners(trainer):
         for name, value in [*vars(thing).items()]:
             if _is_of_interest(thing, name, value):

@@ -89,8 +89,9 @@ class DriverSession:
             folder=run.framework.folder,
             follows=config.rng == "device",
             shards=config.shards_states,
-            shares=config.runs_inside and run.fitting,
             served=run.world.served,
+            shares=config.may_run_inside and run.fitting,
+            inside=config.runs_inside and run.fitting,
             accumulates=run.framework.accumulates,
             scaled=partial(scaled, run.precision),
             first_failure=lambda: read_fault(mesh.store).exception(),
@@ -114,7 +115,11 @@ class DriverSession:
         """
         run, mesh = self._run, self._run.world.mesh
         driver = Driver(
-            *(run.module, mesh, self._options, run.stopwatch, self._batches),
+            run.module,
+            mesh,
+            self._options,
+            watch=run.stopwatch,
+            batches=self._batches,
             before=before,
         )
         try:
@@ -378,11 +383,11 @@ class DriverSession:
     def full_state_dict(
         self, module: nn.Module, *, here: bool, frozen: bool = True
     ) -> dict[str, Any]:
-        """The same, with the numbers of all ranks.
+        """The state of the module with the weights of all ranks, which call this together.
 
         Args:
             module: the LightningModule.
-            here: likewise.
+            here: whether this rank gets the state; else it is empty.
             frozen: whether parameters that require no gradient are in it; else they stay where
                 they are.
         """
@@ -435,7 +440,10 @@ class DriverSession:
     def stage_shards(
         self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
     ) -> Callable[[], None]:
-        """See :meth:`lightning_hybrid.driver.driver.Driver.stage_shards`."""
+        """Copy the tensors of a sharded checkpoint, to be written in the background.
+
+        See :meth:`lightning_hybrid.driver.driver.Driver.stage_shards`.
+        """
         return self._driver.stage_shards(checkpoint, folder, given_up)
 
     def await_shards(self) -> None:
@@ -517,7 +525,8 @@ class WorkerSession:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._options = run, run.stage_options()
+        self._run = run
+        self._options = run.stage_options()
         self._worker: Worker | None = None
 
     @property

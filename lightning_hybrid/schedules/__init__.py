@@ -1,9 +1,9 @@
 """Schedules: for each rank, the list of instructions that it executes in a step, as plain data."""
 
-from lightning_hybrid.schedules.by_name import SCHEDULES, make_schedule
+from lightning_hybrid.schedules.by_name import SCHEDULES, SPLITTING, make_schedule
 from lightning_hybrid.schedules.dealt import (
-    Copy,
     DealtSchedule,
+    StageCopy,
     check_copies,
     collected,
     deal,
@@ -12,12 +12,12 @@ from lightning_hybrid.schedules.dealt import (
 from lightning_hybrid.schedules.instructions import (
     BACKWARD_KINDS,
     Instruction,
-    Kind,
+    InstructionKind,
     Schedule,
     execute_merged,
 )
 from lightning_hybrid.schedules.looped import MOST_ROUNDS, loop_order
-from lightning_hybrid.schedules.merged import merge
-from lightning_hybrid.schedules.one_f_one_b import INSIDE, one_f_one_b
+from lightning_hybrid.schedules.merged import by_device
+from lightning_hybrid.schedules.one_f_one_b import INSIDE, most_in_loops, one_f_one_b
 from lightning_hybrid.schedules.one_order import in_one_order
 from lightning_hybrid.schedules.streamed import STREAMED, DelayedWeights, LookAhead

@@ -1,6 +1,7 @@
 """Make the schedule of one call of the network by its name."""
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Schedule
@@ -20,6 +21,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 """By name, the function that makes the schedule of one call of the network."""
 
+SPLITTING = (NAME, INSIDE)
+"""Names of the schedules under which backwards may be split."""
+
 
 def make_schedule(
     name: str,
@@ -36,8 +40,8 @@ def make_schedule(
         stages: Number of stages.
         microbatches: Number of micro-batches.
         input_gradient: Whether the driver wants the gradient of the network's inputs.
-        split: For `zero_bubble`, numbers of the stages whose backward is split; None: all that can
-            be. Other schedules ignore it.
+        split: Numbers of the stages whose backward is split; None: under `zero_bubble` all that can
+            be, under `1f1b` none. Other schedules ignore it.
     """
-    more = {"split": split} if name == NAME else {}
+    more: dict[str, Any] = {"split": split} if name in SPLITTING and split is not None else {}
     return SCHEDULES[name](stages, microbatches, input_gradient=input_gradient, **more)

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule, exchange
+from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, Schedule, exchange
 
 DEALS = ("gpipe", "zero_bubble")
 """Names of the schedules whose stages may have copies."""
 
 
-class Copy(NamedTuple):
+class StageCopy(NamedTuple):
     """One copy of a stage, which is one rank of a replica."""
 
     stage: int
@@ -41,7 +41,14 @@ DealtLists = tuple[tuple[tuple[Instruction, ...], ...], ...]
 
 # Instructions of a stage that collects outputs which come before those of the copy on the same
 # device, since other ranks wait for them; the rest waits for other ranks, and comes after.
-_BEFORE = frozenset({Kind.SEND_INPUT, Kind.BACKWARD, Kind.SEND_GRADIENT, Kind.REDUCE})
+_BEFORE = frozenset(
+    {
+        InstructionKind.SEND_INPUT,
+        InstructionKind.BACKWARD,
+        InstructionKind.SEND_GRADIENT,
+        InstructionKind.REDUCE,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class DealtSchedule:
 
     def execute(
         self, lists: DealtLists, *, collects: bool = False
-    ) -> Iterator[tuple[Copy, Instruction]]:
+    ) -> Iterator[tuple[StageCopy, Instruction]]:
         """Simulate `forward` or `backward` on all devices, as `instructions.execute` does.
 
         Args:
@@ -75,19 +82,19 @@ class DealtSchedule:
         Raises:
             PlanError: see `instructions.execute`.
         """
-        places = [Copy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
+        places = [StageCopy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
         devices = [*([place] for place in places[:-2]), places[-2:]] if collects else None
         yield from exchange(
             [together(lists, at) for at in devices or ([place] for place in places)], self.peer, str
         )
 
-    def peer(self, place: Copy, step: Instruction) -> Copy:
+    def peer(self, place: StageCopy, step: Instruction) -> StageCopy:
         """The copy at the other end of a send or receive."""
         stage = step.peer(place.stage, len(self.copies))
-        return Copy(stage, step.microbatch % self.copies[stage])
+        return StageCopy(stage, step.microbatch % self.copies[stage])
 
 
-def together(lists: DealtLists, places: Sequence[Copy]) -> list[tuple[Copy, Instruction]]:
+def together(lists: DealtLists, places: Sequence[StageCopy]) -> list[tuple[StageCopy, Instruction]]:
     """Merge the instruction lists of one device.
 
     Args:
@@ -185,11 +192,11 @@ def _reduced(of_stage: Sequence[Instruction], own: list[Instruction]) -> tuple[I
 
     If the list `of_stage` has none, as in the forward pass, the copy gets none.
     """
-    if all(step.kind is not Kind.REDUCE for step in of_stage):
+    if all(step.kind is not InstructionKind.REDUCE for step in of_stage):
         return tuple(own)
-    own = [step for step in own if step.kind is not Kind.REDUCE]
+    own = [step for step in own if step.kind is not InstructionKind.REDUCE]
     computed = [i for i, step in enumerate(own) if step.kind.computes]
     if not computed:
-        return (*own, Instruction(Kind.REDUCE, 0))
+        return (*own, Instruction(InstructionKind.REDUCE, 0))
     at = computed[-1]
-    return (*own[:at], Instruction(Kind.REDUCE, own[at].microbatch), *own[at:])
+    return (*own[:at], Instruction(InstructionKind.REDUCE, own[at].microbatch), *own[at:])

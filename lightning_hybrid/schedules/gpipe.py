@@ -1,7 +1,7 @@
 """Fill and drain (GPipe): all micro-batches forward, then all of them backward."""
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule
+from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, Schedule
 
 
 def gpipe(stages: int, microbatches: int, *, input_gradient: bool = False) -> Schedule:
@@ -47,13 +47,13 @@ def _forward(stage: int, stages: int, microbatches: int) -> tuple[Instruction, .
     steps: list[Instruction] = []
     if driver and stages > 1:
         # All inputs are sent first: when the driver waits for activations, stage 0 must have them.
-        steps += [Instruction(Kind.SEND_INPUT, m) for m in range(microbatches)]
+        steps += [Instruction(InstructionKind.SEND_INPUT, m) for m in range(microbatches)]
     for m in range(microbatches):
         if stages > 1:
-            steps.append(Instruction(Kind.RECEIVE_ACTIVATION, m))
-        steps.append(Instruction(Kind.FORWARD, m))
+            steps.append(Instruction(InstructionKind.RECEIVE_ACTIVATION, m))
+        steps.append(Instruction(InstructionKind.FORWARD, m))
         if not driver:
-            steps.append(Instruction(Kind.SEND_ACTIVATION, m))
+            steps.append(Instruction(InstructionKind.SEND_ACTIVATION, m))
     return tuple(steps)
 
 
@@ -65,15 +65,16 @@ def _backward(
     steps: list[Instruction] = []
     for m in reversed(range(microbatches)):
         if not driver:
-            steps.append(Instruction(Kind.RECEIVE_GRADIENT, m))
+            steps.append(Instruction(InstructionKind.RECEIVE_GRADIENT, m))
         if m == 0:
-            steps.append(Instruction(Kind.REDUCE, m))
-        steps.append(Instruction(Kind.BACKWARD, m))
+            steps.append(Instruction(InstructionKind.REDUCE, m))
+        steps.append(Instruction(InstructionKind.BACKWARD, m))
         if stage > 0 or input_gradient:
-            steps.append(Instruction(Kind.SEND_GRADIENT, m))
+            steps.append(Instruction(InstructionKind.SEND_GRADIENT, m))
     if driver and input_gradient:
         # At the end: the driver must send all gradients before it waits for those of the inputs.
         steps += [
-            Instruction(Kind.RECEIVE_INPUT_GRADIENT, m) for m in reversed(range(microbatches))
+            Instruction(InstructionKind.RECEIVE_INPUT_GRADIENT, m)
+            for m in reversed(range(microbatches))
         ]
     return tuple(steps)

@@ -28,7 +28,7 @@ from typing import TypeVar
 from lightning_hybrid.errors import PlanError
 
 
-class Kind(StrEnum):
+class InstructionKind(StrEnum):
     """The kinds of instructions."""
 
     SEND_INPUT = "send_input"
@@ -79,28 +79,35 @@ class Kind(StrEnum):
 
 BACKWARD_KINDS = frozenset(
     {
-        *(Kind.EXPECT_GRADIENT, Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.WEIGHT),
-        *(Kind.SEND_GRADIENT, Kind.REDUCE),
+        InstructionKind.EXPECT_GRADIENT,
+        InstructionKind.RECEIVE_GRADIENT,
+        InstructionKind.BACKWARD,
+        InstructionKind.WEIGHT,
+        InstructionKind.SEND_GRADIENT,
+        InstructionKind.REDUCE,
     }
 )
 """The kinds of instructions of a backward pass, wherever they stand."""
-_COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT})
+_COMPUTES = frozenset({InstructionKind.FORWARD, InstructionKind.BACKWARD, InstructionKind.WEIGHT})
 # For each kind of receive, the kinds of send that it may receive.
 _TAKES = {
-    Kind.RECEIVE_ACTIVATION: (Kind.SEND_INPUT, Kind.SEND_ACTIVATION),
-    Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT,),
-    Kind.RECEIVE_INPUT_GRADIENT: (Kind.SEND_GRADIENT,),
+    InstructionKind.RECEIVE_ACTIVATION: (
+        InstructionKind.SEND_INPUT,
+        InstructionKind.SEND_ACTIVATION,
+    ),
+    InstructionKind.RECEIVE_GRADIENT: (InstructionKind.SEND_GRADIENT,),
+    InstructionKind.RECEIVE_INPUT_GRADIENT: (InstructionKind.SEND_GRADIENT,),
 }
 _SENDS = frozenset(kind for kinds in _TAKES.values() for kind in kinds)
 
 # Offset of the stage at the other end of a message: +1 along the ring, -1 against it.
 _STEP_TO_PEER = {
-    Kind.SEND_INPUT: +1,
-    Kind.SEND_ACTIVATION: +1,
-    Kind.RECEIVE_ACTIVATION: -1,
-    Kind.SEND_GRADIENT: -1,
-    Kind.RECEIVE_GRADIENT: +1,
-    Kind.RECEIVE_INPUT_GRADIENT: +1,
+    InstructionKind.SEND_INPUT: +1,
+    InstructionKind.SEND_ACTIVATION: +1,
+    InstructionKind.RECEIVE_ACTIVATION: -1,
+    InstructionKind.SEND_GRADIENT: -1,
+    InstructionKind.RECEIVE_GRADIENT: +1,
+    InstructionKind.RECEIVE_INPUT_GRADIENT: +1,
 }
 
 
@@ -113,7 +120,7 @@ class Instruction:
         microbatch: number of the micro-batch.
     """
 
-    kind: Kind
+    kind: InstructionKind
     microbatch: int
 
     def peer(self, stage: int, stages: int) -> int:
@@ -129,7 +136,7 @@ Lists = tuple[tuple[Instruction, ...], ...]
 
 P = TypeVar("P", bound=Hashable)
 
-Step = tuple[int, Instruction]
+PlacedInstruction = tuple[int, Instruction]
 """Number of a stage and an instruction of it, in the list of a device with several stages."""
 
 
@@ -155,7 +162,7 @@ class Schedule:
     backward: Lists
 
 
-def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[Step]:
+def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[PlacedInstruction]:
     """Simulate the lists of all stages running at the same time, one list per device.
 
     Sends do not block, receives wait for their message. Nothing is computed.
@@ -171,7 +178,7 @@ def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[Step]:
     yield from execute_merged([[(k, step) for step in steps] for k, steps in enumerate(lists)])
 
 
-def execute_merged(lists: Sequence[Sequence[Step]]) -> Iterator[Step]:
+def execute_merged(lists: Sequence[Sequence[PlacedInstruction]]) -> Iterator[PlacedInstruction]:
     """As `execute`, for one list per device with the instructions of one stage or several.
 
     Raises:

@@ -5,6 +5,7 @@ fills v times as fast: with equal devices and messages that cost nothing, a step
 (M + (S - 1) / v) / (M + S - 1) of the time of fill-drain. v times as many cuts are crossed.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_hybrid.schedules.gpipe import gpipe
@@ -38,3 +39,11 @@ def looped(stages: int, microbatches: int, *, input_gradient: bool = False) -> S
 def loop_order(devices: int, rounds: int) -> tuple[int, ...]:
     """The device of each stage: 1, 2, ... and then 0, the driver's, in every round."""
     return (*range(1, devices), 0) * rounds
+
+
+def rounds_of(devices: Sequence[int]) -> int:
+    """How many rounds stages on these devices make; 0: they are in no loop."""
+    count = len(set(devices))
+    rounds, rest = divmod(len(devices), count)
+    is_loop = count > 1 and not rest and tuple(devices) == loop_order(count, rounds)
+    return rounds if is_loop else 0

@@ -15,10 +15,42 @@ link have its messages, of whatever stages, in the same order: that of the ticks
 from collections import deque
 from collections.abc import Sequence
 
-from lightning_hybrid.schedules.instructions import Instruction, Lists, Step, execute
+from lightning_hybrid.schedules.instructions import (
+    Instruction,
+    InstructionKind,
+    Lists,
+    PlacedInstruction,
+    Schedule,
+    execute,
+)
+from lightning_hybrid.schedules.looped import rounds_of
+from lightning_hybrid.schedules.one_f_one_b import INSIDE, interleaved
+
+Merged = tuple[tuple[PlacedInstruction, ...], ...]
+"""By device, the instructions of its stages."""
 
 
-def merge(lists: Lists, devices: Sequence[int]) -> tuple[tuple[Step, ...], ...]:
+def by_device(schedule: Schedule, devices: Sequence[int]) -> tuple[Merged, Merged]:
+    """The lists of the devices for the forward pass, and those for the backward pass.
+
+    They are merged by ticks, but for one forward, one backward in a loop, which has an order of its
+    own: see `interleaved`.
+
+    Args:
+        schedule: The schedule.
+        devices: Device of each stage, counted from 0.
+    """
+    splits = any(
+        step.kind is InstructionKind.WEIGHT for steps in schedule.forward for step in steps
+    )
+    if schedule.name == INSIDE and not splits and (rounds := rounds_of(devices)) > 1:
+        order = [s.microbatch for s in schedule.forward[0] if s.kind is InstructionKind.FORWARD]
+        lists = interleaved(len(devices) // rounds, rounds, order)
+        return lists, ((),) * len(lists)
+    return merge(schedule.forward, devices), merge(schedule.backward, devices)
+
+
+def merge(lists: Lists, devices: Sequence[int]) -> Merged:
     """Merge the stages' lists of a forward or backward pass into one list per device.
 
     Args:

@@ -4,15 +4,29 @@ All backwards are in the forward list: they run inside of the call of the networ
 that is expected of the loss. The backward list is empty.
 """
 
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule
+from lightning_hybrid.schedules.instructions import (
+    Instruction,
+    InstructionKind,
+    PlacedInstruction,
+    Schedule,
+)
+from lightning_hybrid.schedules.zero_bubble import check_split
 
 INSIDE = "1f1b"
 """Name of the schedule whose backwards run inside of a call of the network."""
 
 
 def one_f_one_b(
-    stages: int, microbatches: int, *, input_gradient: bool = False, falls: bool = False
+    stages: int,
+    microbatches: int,
+    *,
+    input_gradient: bool = False,
+    falls: bool = False,
+    split: Collection[int] = (),
 ) -> Schedule:
     """Make the schedule of `stages` stages and `microbatches` micro-batches.
 
@@ -23,48 +37,149 @@ def one_f_one_b(
         stage 1   .  0  1  . (0) 2 (1) 3 (2) . (3)
         stage 2   .  .  0 (0) 1 (1) 2 (2) 3 (3)
 
+    A stage whose backward is split computes the gradients of its weights later: stage k when k more
+    micro-batches have gone back, so that the stage before gets its gradients early and the weights
+    fill what would be a gap. It keeps something of k more micro-batches, S in all.
+
     Args:
         stages: Number of stages; the last one is the driver's.
         microbatches: Number of micro-batches.
         input_gradient: Must be False: gradients of the network's inputs are not kept.
         falls: Whether micro-batches run from the last to the first. Gradients are then added up in
             the order of autograd, and of fill-drain; running statistics want the other order.
+        split: Numbers of the stages whose backward is split.
 
     Raises:
-        PlanError: `stages` or `microbatches` is less than one, or `input_gradient` is given.
+        PlanError: `stages` or `microbatches` is less than one, `input_gradient` is given, or
+            `split` has the first stage, or one that does not exist.
 
-    Reference: Narayanan et al., PipeDream-Flush (arXiv 2006.09503).
+    References: Narayanan et al., PipeDream-Flush (arXiv 2006.09503); Qi et al., ZB-H1 (arXiv
+        2401.10241).
     """
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
             raise PlanError(f"{name}({value}) must be at least 1")
     if input_gradient:
         raise PlanError(f"schedule {INSIDE!r} has no gradients of the network's inputs")
+    check_split(split, stages)
     order = [*reversed(range(microbatches))] if falls else [*range(microbatches)]
     return Schedule(
         name=INSIDE,
         stages=stages,
         microbatches=microbatches,
-        forward=tuple(_steps(stage, stages, order) for stage in range(stages)),
+        forward=tuple(_steps(k, stages, order, k if k in split else None) for k in range(stages)),
         backward=((),) * stages,
     )
 
 
-def _steps(stage: int, stages: int, order: list[int]) -> tuple[Instruction, ...]:
+def _steps(
+    stage: int, stages: int, order: Sequence[int], delay: int | None
+) -> tuple[Instruction, ...]:
+    """The list of a stage; its weights follow after so many more backwards (None: with each)."""
     driver, ahead = stage == stages - 1, stages - 1 - stage
-    forward = [Kind.RECEIVE_ACTIVATION] * (stages > 1) + [Kind.FORWARD]
-    backward = [Kind.RECEIVE_GRADIENT] * (not driver) + [Kind.BACKWARD]
-    forward += [Kind.SEND_ACTIVATION] * (not driver)
-    backward += [Kind.SEND_GRADIENT] * (stage > 0)
     # Inputs are sent when stage 0 is about to take them: with two stages gradients go to the same
     # rank, and both ends of a link must have its messages in one order.
     sent = order if driver and stages > 1 else []
-    steps = [Instruction(Kind.SEND_INPUT, m) for m in sent[:stages]]
-    steps += [Instruction(kind, m) for m in order[:ahead] for kind in forward]
+    steps = [Instruction(InstructionKind.SEND_INPUT, m) for m in sent[:stages]]
+    steps += [step for m in order[:ahead] for step in _forward(stage, stages, m)]
+    late: list[int] = []
     for place, m in enumerate(order):
-        steps += [Instruction(kind, n) for n in order[place + ahead :][:1] for kind in forward]
-        if m == order[-1]:  # (with it the gradients are complete, and are averaged beside it)
-            backward.insert(backward.index(Kind.BACKWARD), Kind.REDUCE)
-        steps += [Instruction(kind, m) for kind in backward]
-        steps += [Instruction(Kind.SEND_INPUT, n) for n in sent[place + stages :][:1]]
+        for n in order[place + ahead :][:1]:
+            steps += _forward(stage, stages, n)
+        if m == order[-1] and delay is None:  # (what is averaged beside it is complete with it)
+            steps += _backward(stage, stages, m, reduces=True)
+        else:
+            steps += _backward(stage, stages, m)
+        steps += [Instruction(InstructionKind.SEND_INPUT, n) for n in sent[place + stages :][:1]]
+        if delay is not None:
+            late.append(m)
+            if len(late) > delay:
+                steps.append(Instruction(InstructionKind.WEIGHT, late.pop(0)))
+    if delay is not None:
+        steps += [Instruction(InstructionKind.WEIGHT, m) for m in late]
+        steps.insert(len(steps) - 1, Instruction(InstructionKind.REDUCE, order[-1]))
+    return tuple(steps)
+
+
+def _forward(stage: int, stages: int, microbatch: int) -> list[Instruction]:
+    kinds = [InstructionKind.RECEIVE_ACTIVATION] * (stages > 1) + [InstructionKind.FORWARD]
+    kinds += [InstructionKind.SEND_ACTIVATION] * (stage < stages - 1)
+    return [Instruction(kind, microbatch) for kind in kinds]
+
+
+def _backward(
+    stage: int, stages: int, microbatch: int, *, reduces: bool = False
+) -> list[Instruction]:
+    kinds = [InstructionKind.RECEIVE_GRADIENT] * (stage < stages - 1) + [
+        InstructionKind.REDUCE
+    ] * reduces
+    kinds += [InstructionKind.BACKWARD] + [InstructionKind.SEND_GRADIENT] * (stage > 0)
+    return [Instruction(kind, microbatch) for kind in kinds]
+
+
+def interleaved(
+    devices: int, rounds: int, order: Sequence[int]
+) -> tuple[tuple[PlacedInstruction, ...], ...]:
+    """Make the list of each device of a loop: see `loop_order`, whose stages these are.
+
+    A device takes its stages in turn, each for a group of at least as many micro-batches as there
+    are devices. It begins with as many forwards as it has time for before the first backward can
+    come; then backwards and forwards alternate. For two devices, v = 2 and two micro-batches, as
+    (stage)micro-batch, where what is in brackets is a backward::
+
+        device 0   .   1.0  1.1  3.0 (3.0) 3.1 (3.1)(1.0)(1.1)
+        device 1  0.0  0.1  2.0  2.1   .  (2.0)  . (2.1)(0.0)(0.1)
+
+    With equal devices, messages that cost nothing and micro-batches no fewer than devices a step
+    takes as long as under fill-drain in a loop, (M + (S - 1) / v)(F + B).
+
+    Args:
+        devices: Number of devices.
+        rounds: Number of stages of a device.
+        order: Numbers of the micro-batches, as they run.
+
+    Returns:
+        The lists by device, the driver's first.
+
+    Reference: Narayanan et al. (arXiv 2104.04473).
+    """
+    count = max(1, len(order) // devices)
+    size, more = divmod(len(order), count)
+    # the first groups take one more, so that no group is smaller than the number of devices
+    bounds = [number * size + min(number, more) for number in range(count + 1)]
+    groups = [order[a:b] for a, b in pairwise(bounds)]
+    place = [devices - 1, *range(devices - 1)]  # (the driver is the last of a round)
+    return tuple(_turns(place[device], devices, rounds, groups) for device in range(devices))
+
+
+def most_in_loops(devices: int, microbatches: int) -> int:
+    """Of how many micro-batches a device of a loop keeps what they need, by the whole of its work.
+
+    That of two rounds, which is the most, and of equal stages.
+    """
+    group = -(-microbatches // max(1, microbatches // devices))
+    return -(-(2 * devices - 1 + group) // 2)
+
+
+def _turns(
+    place: int, devices: int, rounds: int, groups: Sequence[Sequence[int]]
+) -> tuple[PlacedInstruction, ...]:
+    stages, first, last = devices * rounds, groups[0], groups[-1][-1]
+    own = range(place, stages, devices)
+    forwards = [(stage, m) for group in groups for stage in own for m in group]
+    backwards = [(stage, m) for group in groups for stage in reversed(own) for m in group]
+    ahead = min(2 * (devices - 1 - place) + (rounds - 1) * len(first) + 1, len(forwards))
+    steps: list[PlacedInstruction] = []
+    if place == devices - 1:
+        steps += [
+            (stages - 1, Instruction(InstructionKind.SEND_INPUT, m))
+            for group in groups
+            for m in group
+        ]
+    for stage, m in forwards[:ahead]:
+        steps += [(stage, step) for step in _forward(stage, stages, m)]
+    for number, (stage, m) in enumerate(backwards):
+        steps += [(stage, step) for step in _backward(stage, stages, m, reduces=m == last)]
+        for later, n in forwards[ahead + number :][:1]:
+            steps += [(later, step) for step in _forward(later, stages, n)]
     return tuple(steps)

@@ -22,19 +22,19 @@ from dataclasses import dataclass, field
 from math import inf
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules.dealt import Copy
-from lightning_hybrid.schedules.instructions import Instruction, Kind, exchange
+from lightning_hybrid.schedules.dealt import StageCopy
+from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, exchange
 
 _TRAVELS = 2
 """Ticks from the computation before a send to the first that may need it."""
 _EXPECT = {
-    Kind.SEND_INPUT: Kind.EXPECT_ACTIVATION,
-    Kind.SEND_ACTIVATION: Kind.EXPECT_ACTIVATION,
-    Kind.SEND_GRADIENT: Kind.EXPECT_GRADIENT,
+    InstructionKind.SEND_INPUT: InstructionKind.EXPECT_ACTIVATION,
+    InstructionKind.SEND_ACTIVATION: InstructionKind.EXPECT_ACTIVATION,
+    InstructionKind.SEND_GRADIENT: InstructionKind.EXPECT_GRADIENT,
 }
 
-Steps = Sequence[tuple[Copy, Instruction]]
-Peer = Callable[[Copy, Instruction], Copy]
+Steps = Sequence[tuple[StageCopy, Instruction]]
+Peer = Callable[[StageCopy, Instruction], StageCopy]
 
 
 @dataclass
@@ -48,14 +48,14 @@ class _Timed:
         number: of a message, counted by the sends; of several at one time the smallest comes first.
     """
 
-    place: Copy
+    place: StageCopy
     step: Instruction
     time: float = inf
     number: int = 0
 
 
 @dataclass
-class _Device:
+class _DeviceClock:
     """What a device does, and when.
 
     Attributes:
@@ -74,11 +74,11 @@ class _Device:
 
     def averaging(self) -> list[_Timed]:
         """The averages that the next computation is to begin."""
-        return [each for each in self.next if each.step.kind is Kind.REDUCE]
+        return [each for each in self.next if each.step.kind is InstructionKind.REDUCE]
 
     def needs(self, message: _Timed, *, is_here: bool) -> None:
         """The next computation needs this message, perhaps from this device."""
-        if message.step.kind is Kind.SEND_INPUT:
+        if message.step.kind is InstructionKind.SEND_INPUT:
             self.inputs.append(message)
         elif not is_here:
             self.ready = max(self.ready, int(message.time - 0.5) + _TRAVELS)
@@ -91,7 +91,8 @@ class _Device:
             each.time = self.clock
         for message in self.inputs:
             message.time = self.clock - _TRAVELS + 0.5
-        self.next, self.inputs = [], []
+        self.next = []
+        self.inputs = []
 
     def end(self, averages: Mapping[int, int]) -> None:
         """A copy without a micro-batch averages behind its own messages; others wait for it."""
@@ -99,7 +100,7 @@ class _Device:
             each.time = max(self.clock + 0.75, averages.get(each.place.stage, 0))
 
 
-def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[Copy, Instruction]]]:
+def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[StageCopy, Instruction]]]:
     """Begin receives, and send inputs, where one order of all messages has them.
 
     Args:
@@ -128,21 +129,22 @@ def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[Copy, In
 
 def _timed(
     lists: Sequence[Steps], peer: Peer, averages: Mapping[int, int]
-) -> tuple[list[_Device], dict[int, int]]:
+) -> tuple[list[_DeviceClock], dict[int, int]]:
     """Give all instructions a time, where stages average at these ticks or later; see above.
 
     Returns:
         What the devices do, and the ticks at which the last copy of each stage averages.
     """
-    devices = [_Device() for _ in lists]
+    devices = [_DeviceClock() for _ in lists]
     on = {place: device for steps, device in zip(lists, devices) for place, _ in steps}
-    links: dict[tuple[Copy, Copy], deque[_Timed]] = {}
+    links: dict[tuple[StageCopy, StageCopy], deque[_Timed]] = {}
     sent, later = list[_Timed](), dict[int, int]()
     for place, step in exchange(lists, peer, str):
         device, timed = on[place], _Timed(place, step)
         device.steps.append(timed)
         if step.kind.is_send:
-            timed.time, timed.number = device.clock + 0.5, len(sent)
+            timed.time = device.clock + 0.5
+            timed.number = len(sent)
             links.setdefault((place, peer(place, step)), deque()).append(timed)
             sent.append(timed)
             continue

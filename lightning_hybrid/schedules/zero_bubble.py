@@ -8,8 +8,8 @@ S - 1 times B after the backward pass has begun. With equal stages a step takes 
 under fill-drain, and no more memory.
 
 A split backward may take longer than a joint one, so each stage is split only where that pays.
-(The orders of the literature alternate forwards and backwards. They cannot be run here, since the
-driver has no loss to begin a backward from before all outputs are computed.)
+(The orders of the literature alternate forwards and backwards. They need a loss in the network:
+`lightning_hybrid.schedules.one_f_one_b`.)
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules.gpipe import gpipe
-from lightning_hybrid.schedules.instructions import Instruction, Kind, Schedule
+from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, Schedule
 
 NAME = "zero_bubble"
 
@@ -52,27 +52,36 @@ def zero_bubble(
     """
     drained = gpipe(stages, microbatches, input_gradient=input_gradient)
     chosen = range(1, stages) if split is None else split
-    for stage in chosen:
-        if not 0 < stage < stages:
-            raise PlanError(
-                f"split({stage}) must be one of the stages 1..{stages - 1}: nobody waits for what "
-                "stage 0 sends back"
-            )
+    check_split(chosen, stages)
     backward = tuple(
         _split(steps) if stage in chosen else steps for stage, steps in enumerate(drained.backward)
     )
     return replace(drained, name=NAME, backward=backward)
 
 
+def check_split(split: Collection[int], stages: int) -> None:
+    """Refuse stages whose backward cannot be split, or that do not exist.
+
+    Raises:
+        PlanError: there is one.
+    """
+    for stage in split:
+        if not 0 < stage < stages:
+            raise PlanError(
+                f"split({stage}) must be one of the stages 1..{stages - 1}: nobody waits for what "
+                "stage 0 sends back"
+            )
+
+
 def _split(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
     """Put a WEIGHT after each SEND_GRADIENT, and the REDUCE before the last WEIGHT."""
     split: list[Instruction] = []
     for step in steps:
-        if step.kind is Kind.REDUCE:
+        if step.kind is InstructionKind.REDUCE:
             continue  # it goes before the last weight part instead, which makes gradients final
         split.append(step)
-        if step.kind is Kind.SEND_GRADIENT:
+        if step.kind is InstructionKind.SEND_GRADIENT:
             if step.microbatch == 0:
-                split.append(Instruction(Kind.REDUCE, 0))
-            split.append(Instruction(Kind.WEIGHT, step.microbatch))
+                split.append(Instruction(InstructionKind.REDUCE, 0))
+            split.append(Instruction(InstructionKind.WEIGHT, step.microbatch))
     return tuple(split)

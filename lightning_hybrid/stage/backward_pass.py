@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_hybrid.comm import Arriving, Pattern
+from lightning_hybrid.comm import Arriving, GradientPattern
 from lightning_hybrid.comm.protocol import Backward
+from lightning_hybrid.schedules import INSIDE
 from lightning_hybrid.stage.calls import (
     Call,
     Gradients,
-    Graph,
     Recipe,
+    SavedForward,
     again,
     generators_of_microbatch,
     set_random_state,
@@ -49,6 +50,9 @@ class BackwardPass(Pass):
         self._arrived: Gradients = []
         self._result: Gradients = []
         self._put_off: dict[int, WeightPart] = {}
+        # (a call whose backwards follow it, as under fill-drain, has no instructions for weights)
+        inside = engine.placement.schedule == INSIDE
+        self._has_weights = not inside or bool(call.key.inside)
         self._told: set[int] = set()
         for links in self.own.links:
             links.previous.flush(engine.untaken(call))
@@ -86,11 +90,12 @@ class BackwardPass(Pass):
             return
         # the driver has the last stage, and the gradients of its outputs from autograd
         gradients = self._gradients_of_outputs(microbatch) if self.own.is_last else self._arrived
-        # (statistics: activation checkpointing runs layers again here; autocast is on inside of a
-        # call, and no backward of one device runs under it)
-        kind, inside = self.call.key.precision.device_type, bool(self.call.key.inside)
-        plain = torch.autocast(kind, enabled=False) if inside else nullcontext()
-        with self.computing("backward", microbatch), engine.statistics(self.call.key), plain:
+        # (statistics: activation checkpointing runs layers again here)
+        with (
+            self.computing("backward", microbatch),
+            engine.statistics(self.call.key),
+            self._without_autocast(),
+        ):
             self._result = self._run(microbatch, gradients)
 
     def weight(self, microbatch: int) -> None:
@@ -98,7 +103,7 @@ class BackwardPass(Pass):
         part = self._put_off.pop(microbatch, None)
         if part is None or self.engine.failure is not None:
             return
-        with self.computing("weight", microbatch):
+        with self.computing("weight", microbatch), self._without_autocast():
             part.run(keep=self.mode.keep)
 
     def send_gradient(self, microbatch: int) -> None:
@@ -108,7 +113,7 @@ class BackwardPass(Pass):
             self._told.add(ring)
             pattern = [gradient is not None for gradient in self._result]
             traffic.gradients_out[self.mode.pattern, ring] = pattern
-            links.previous.send_word(Pattern(pattern))
+            links.previous.send_word(GradientPattern(pattern))
         present = traffic.gradients_out[self.mode.pattern, ring]
         # zeros stand for what is missing: the other side waits for as many tensors as were agreed
         specs = list(compress(traffic.incoming.get(microbatch, ()), present))
@@ -120,6 +125,12 @@ class BackwardPass(Pass):
             links.previous.flush(len(self.engine.placement.devices))
         links.previous.send(gradients, specs)
 
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """Autocast is on inside of a call, and no backward of one device runs under it."""
+        if not self.call.key.inside:
+            return nullcontext()
+        return torch.autocast(self.call.key.precision.device_type, enabled=False)
+
     def _shrunk(self, gradient: Tensor | None) -> Tensor | None:
         shrink = self.engine.shrink
         return gradient if shrink == 1 or gradient is None else gradient * shrink
@@ -129,7 +140,7 @@ class BackwardPass(Pass):
         known = self.traffic.gradients_in
         place = self.mode.pattern, self.own.links.ring(microbatch)
         if place not in known:
-            known[place] = self.links(microbatch).next.receive_word(Pattern).present
+            known[place] = self.links(microbatch).next.receive_word(GradientPattern).present
         return known[place]
 
     def _taken(self, microbatch: int) -> tuple[list[bool], Iterator[Tensor]]:
@@ -182,7 +193,8 @@ class BackwardPass(Pass):
         if not self.mode.parameters:
             return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
         # (not with weights frozen since the forward, which only an ordinary backward leaves out)
-        if self.own.splits and wanted and self.mode.trainable is None:
+        splits = self.own.splits and self._has_weights
+        if splits and wanted and self.mode.trainable is None:
             parts = input_part(roots, starts, wanted)
             if parts is not None:
                 found, self._put_off[microbatch] = parts
@@ -197,7 +209,7 @@ class BackwardPass(Pass):
             value.grad = None
         return gradients
 
-    def _again(self, microbatch: int, recipe: Recipe) -> Graph:
+    def _again(self, microbatch: int, recipe: Recipe) -> SavedForward:
         """Run a forward again whose activations were not kept."""
         engine, key = self.engine, self.call.key
         with ExitStack() as stack:
@@ -207,4 +219,4 @@ class BackwardPass(Pass):
                 set_random_state(recipe.states, engine.device)
             stage = engine.stage_for(self.own, key)
             aside = self.call.aside[self.index] if self.call.aside else {}
-            return Graph.of(*again(stage, recipe, key.numbers[microbatch], aside))
+            return SavedForward.of(*again(stage, recipe, key.numbers[microbatch], aside))

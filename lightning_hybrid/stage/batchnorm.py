@@ -128,7 +128,8 @@ class _BatchNorm(torch.autograd.Function):
         output = normal if weight is None else normal * _along(weight, x)
         output = output if bias is None else output + _along(bias, x)
         ctx.save_for_backward(x, weight, mean, scale, count)
-        ctx.has_bias, ctx.group = bias is not None, group
+        ctx.has_bias = bias is not None
+        ctx.group = group
         return output.to(x.dtype)
 
     @staticmethod

@@ -56,7 +56,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Graph:
+class SavedForward:
     """What the backward of a micro-batch needs of its forward, beside what autograd has saved.
 
     Attributes:
@@ -69,7 +69,7 @@ class Graph:
     roots: list[GradientEdge | None]
 
     @classmethod
-    def of(cls, values: Values, outputs: Sequence[Any]) -> "Graph":
+    def of(cls, values: Values, outputs: Sequence[Any]) -> "SavedForward":
         """The graph of a forward from its inputs and outputs."""
         learns = (isinstance(value, Tensor) and value.requires_grad for value in outputs)
         return cls(values, [get_gradient_edge(v) if d else None for v, d in zip(outputs, learns)])
@@ -119,7 +119,7 @@ class Call:
     exchange: bool
     uses_rng: bool
     traffic: list[Traffic]
-    saved: list[dict[int, Graph | Recipe]]
+    saved: list[dict[int, SavedForward | Recipe]]
     states: Values = field(default_factory=list)
     ahead: bool = False
     again: bool = False
@@ -127,37 +127,48 @@ class Call:
     aside: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def leaves_of(stage: Stage) -> dict[str, Tensor]:
-    """By name, leaves in the memory of a stage's trained parameters, with gradients of their own.
+def leaves_of(stages: Sequence[Stage]) -> list[dict[str, Tensor]]:
+    """Of each stage, by name, leaves in the memory of its trained parameters.
 
-    Hooks of the parameters hear nothing of these.
+    They have gradients of their own, of which hooks of the parameters hear nothing. Of a parameter
+    that has several names, or is in several stages, there is one.
     """
-    taken = {n: p for n, p in stage.taken().items() if isinstance(p, nn.Parameter)}
-    # (one for a weight that the stage has under several names)
-    made = {id(p): p.detach().requires_grad_() for p in taken.values() if p.requires_grad}
-    return {name: made[id(p)] for name, p in taken.items() if id(p) in made}
+    made: dict[int, Tensor] = {}
+    found: list[dict[str, Tensor]] = []
+    for stage in stages:
+        found.append({})
+        for name, p in stage.taken().items():
+            if isinstance(p, nn.Parameter) and p.requires_grad:
+                if id(p) not in made:
+                    made[id(p)] = p.detach().requires_grad_()
+                found[-1][name] = made[id(p)]
+    return found
 
 
 def gradients_aside(
-    leaves: Mapping[str, Tensor], stage: Stage, *, keep: bool
+    aside: Sequence[Mapping[str, Tensor]], stages: Sequence[Stage], *, keep: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """The trained parameters of a stage with the gradients that were left aside for them.
+    """The trained parameters of stages with the gradients that were left aside for them.
 
     Args:
-        leaves: from :func:`leaves_of`; they have no gradients afterwards.
-        stage: the stage.
+        aside: from :func:`leaves_of`; they have no gradients afterwards.
+        stages: the same stages.
         keep: whether they keep theirs, and copies are given.
     """
-    weights, found = stage.taken(), list[tuple[Tensor, Tensor]]()
-    for name, leaf in {id(leaf): (name, leaf) for name, leaf in leaves.items()}.values():
+    weights: dict[Tensor, Tensor] = {}
+    for stage, leaves in zip(stages, aside):
+        taken = stage.taken()
+        weights |= {leaf: taken[name] for name, leaf in leaves.items()}
+    found: list[tuple[Tensor, Tensor]] = []
+    for leaf, weight in weights.items():
         gradient = leaf.grad
-        if gradient is None or not weights[name].requires_grad:
+        if gradient is None or not weight.requires_grad:
             continue
         if keep:
             gradient = gradient.clone()
         else:
             leaf.grad = None
-        found.append((weights[name], gradient))
+        found.append((weight, gradient))
     return found
 
 

@@ -102,8 +102,11 @@ class Engine:
         seed: int,
         trace: Trace,
     ) -> None:
-        self.coordinates, self.placement = mesh.coordinates, placement
-        self.device, self.seed, self.trace = mesh.device, seed, trace
+        self.coordinates = mesh.coordinates
+        self.placement = placement
+        self.device = mesh.device
+        self.seed = seed
+        self.trace = trace
         here, links = stages.values(), link_copies(mesh, placement.devices, mesh.device)
         copies, driver = copies_of(placement.devices[next(iter(links))]), 0
         self.borrowed = borrowed_parameters(network, placement)[self.coordinates.pp_rank]
@@ -129,7 +132,8 @@ class Engine:
         streamed = STREAMED.get(placement.schedule)
         delayed = options.delayed_weights if streamed and streamed.delayed else None
         self._ahead = streamed.look_aheads(count)[0] if streamed else 0
-        self.shrink, self.recompute = options.shrink, recompute
+        self.shrink = options.shrink
+        self.recompute = recompute
         self.owned = [
             OwnedStage(
                 number,
@@ -175,7 +179,7 @@ class Engine:
         #    receives pair since all lists come from one schedule.
         here = range(len(self.owned))
         if call.key.inside:
-            call.aside = [leaves_of(self.stage_for(own, call.key)) for own in self.owned]
+            call.aside = leaves_of([self.stage_for(own, call.key) for own in self.owned])
         works = [ForwardPass(self, index, call, inputs, ends) for index in here]
         backs: Sequence[Pass] = works
         if call.key.inside:
@@ -265,10 +269,11 @@ class Engine:
         self.replica_group.take_part()
         if mode.reduce:
             self.replica_group.arm(self.done_before)
+        stages = [self.stage_for(own, call.key) for own in self.owned]
         with as_they_are():
             pairs = self.replica_group.take_aside() if mode.averaged else []
-            for own, leaves in () if mode.averaged else zip(self.owned, call.aside):
-                pairs += gradients_aside(leaves, self.stage_for(own, call.key), keep=mode.keep)
+            if not mode.averaged:
+                pairs += gradients_aside(call.aside, stages, keep=mode.keep)
             multiply_each([gradient for _, gradient in pairs], factor)
             while pairs:  # (each is freed when it was added)
                 # (`backward`, so that hooks of the weights hear of it as of any other gradient)
@@ -290,16 +295,19 @@ class Engine:
         for own, aside in zip(self.owned, call.aside):
             weights = self.stage_for(own, call.key).taken()
             leaves |= {weights[name]: leaf for name, leaf in aside.items()}
-        self.replica_group.arm_aside(call.number, leaves)
+        self.replica_group.arm_aside(call.number, leaves, self.done_before)
 
     def _pass_on(self, factor: Tensor | None) -> Tensor:
-        """The factor of the driver, which goes from stage to stage as gradients do."""
-        [own] = self.owned
-        [links] = own.links
-        if factor is None:
-            [factor] = links.next.post([FACTOR]).wait()
-        if own.number > 0:
-            links.previous.send([factor], [FACTOR])
+        """The factor of the driver, which goes from rank to rank as the first gradients do."""
+        ranks = self.placement.devices
+        for own in reversed(self.owned):
+            [links] = own.links
+            if factor is None:
+                [factor] = links.next.post([FACTOR]).wait()
+            # (only the last stage of a rank brings it there)
+            if own.number > 0 and ranks[own.number - 1] not in ranks[own.number :]:
+                links.previous.send([factor], [FACTOR])
+        assert factor is not None, "the driver has it, and others wait for it"
         return factor
 
     def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:

@@ -11,12 +11,12 @@ import torch
 from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm import Arriving, Header, StageLinks, TensorSpec
 from lightning_hybrid.graph import Stage
-from lightning_hybrid.schedules import Kind
+from lightning_hybrid.schedules import InstructionKind
 from lightning_hybrid.stage.calls import (
     Call,
     Ends,
     Gradients,
-    Graph,
+    SavedForward,
     Values,
     forward,
     generators_of_microbatch,
@@ -45,8 +45,11 @@ class Pass:
     """
 
     def __init__(self, engine: Engine, index: int, call: Call) -> None:
-        self.engine, self.own, self.call = engine, engine.owned[index], call
-        self.index, self.traffic = index, call.traffic[index]
+        self.engine = engine
+        self.own = engine.owned[index]
+        self.call = call
+        self.index = index
+        self.traffic = call.traffic[index]
         self.saved = call.saved[index]
         self.error: Exception | None = None
         self.expected: dict[int, Arriving | None] = {}
@@ -67,7 +70,7 @@ class Pass:
         """The links of a micro-batch that this rank computes."""
         return self.own.links.at(microbatch)
 
-    def do(self, kind: Kind, microbatch: int) -> None:
+    def do(self, kind: InstructionKind, microbatch: int) -> None:
         """Carry out an instruction."""
         getattr(self, kind.value)(microbatch)
 
@@ -84,7 +87,8 @@ class ForwardPass(Pass):
         ends: Ends | None = None,
     ) -> None:
         super().__init__(engine, index, call)
-        self.inputs, self._ends = inputs, ends
+        self.inputs = inputs
+        self._ends = ends
         self.outputs: list[Values] = []
         self.gradients: dict[int, Gradients] = {}  # of the outputs, where a backward follows
         # how many messages may be left that a neighbour has not taken, while backwards run beside
@@ -103,7 +107,8 @@ class ForwardPass(Pass):
             links.next.flush(engine.untaken(call))
             links.previous.flush(engine.untaken(call))
         if call.exchange:
-            self.traffic.outgoing, self.traffic.incoming = {}, {}
+            self.traffic.outgoing = {}
+            self.traffic.incoming = {}
             if self._first:
                 self.traffic.incoming |= enumerate(map(list, call.key.inputs))
 
@@ -231,7 +236,7 @@ class ForwardPass(Pass):
             outputs, recipe = self.own.early.forward(
                 self.call.number, stage, values, numbers, states
             )
-            self.saved[microbatch] = recipe or Graph.of(values, outputs)
+            self.saved[microbatch] = recipe or SavedForward.of(values, outputs)
             return outputs
         with self.engine.statistics(self.call.key):
             # c) to be run again in the backward
@@ -243,7 +248,7 @@ class ForwardPass(Pass):
                 outputs = self._called(stage, values, numbers)
         if self.own.early is not None:
             self.own.early.refuse_functions(stage, outputs)
-        self.saved[microbatch] = Graph.of(values, outputs)
+        self.saved[microbatch] = SavedForward.of(values, outputs)
         return outputs
 
     def _called(self, stage: Stage, values: Values, numbers: Sequence[Any]) -> Values:

@@ -44,7 +44,8 @@ class Broadcasts:
     """
 
     def __init__(self, group: Group, peer: str = ANOTHER_REPLICA) -> None:
-        self._group, self._peer = group, peer
+        self._group = group
+        self._peer = peer
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def send(self, tensors: Sequence[Tensor], source: int = 0) -> None:
@@ -232,9 +233,13 @@ class ReplicaGroup:
     ) -> None:
         self.trainable: Collection[Tensor] | None = None
         self._owns = owns
-        self._parameters, self._buffers = list(parameters), buffers
-        self._group, self._copies, self._survivors = group, copies, survivors
-        self._armed, self._whole = False, True
+        self._parameters = list(parameters)
+        self._buffers = buffers
+        self._group = group
+        self._copies = copies
+        self._survivors = survivors
+        self._armed = False
+        self._whole = True
         self._waits = False  # whether sums were begun that nobody has taken
         self.aside_of: int | None = None
         self._aside: Mapping[Tensor, Tensor] | None = None
@@ -309,12 +314,15 @@ class ReplicaGroup:
         if not self._owns:
             self._clear()
 
-    def arm_aside(self, call: int, leaves: Mapping[Tensor, Tensor]) -> None:
+    def arm_aside(
+        self, call: int, leaves: Mapping[Tensor, Tensor], final: Iterable[Parameter] = ()
+    ) -> None:
         """Like :meth:`arm`, of gradients that others have in the place of the parameters.
 
         Args:
             call: a number, for :attr:`aside_of`.
             leaves: by parameter, what collects its gradient; without it it is not averaged.
+            final: see :meth:`arm`.
         """
         if self._size == 1:
             return
@@ -325,6 +333,9 @@ class ReplicaGroup:
         for parameter, leaf in leaves.items():
             ready = partial(self._gradient_ready, parameter)
             leaf.register_post_accumulate_grad_hook(lambda _, ready=ready: ready())
+        for parameter in final:
+            if parameter in self._place:
+                self._gradient_ready(parameter)
 
     def send_aside(self) -> None:
         """Send what has no gradient aside, and wait for nothing."""
@@ -361,10 +372,11 @@ class ReplicaGroup:
         return survivors is None or all(survivors.has_ended(work) for work in self._sent)
 
     def sum_again(self) -> None:
-        """A replica is lost: begin the same sums anew, without it."""
+        """Sum up the same gradients again, without a lost replica."""
         if self._waits:
             # (into new memory: older sums that were given up may still be under way)
-            self._trainable, self._waits = None, False
+            self._trainable = None
+            self._waits = False
             self.reduce()
 
     def take(self, scale: float) -> None:
@@ -375,7 +387,8 @@ class ReplicaGroup:
         """
         if not self._waits:
             return
-        self._waits, self._whole = False, True
+        self._waits = False
+        self._whole = True
         with as_they_are():
             for bucket in self._buckets:
                 bucket.numbers.mul_(scale)
@@ -445,7 +458,8 @@ class ReplicaGroup:
 
     def _make_buckets(self, parameters: Sequence[Parameter]) -> None:
         # one bucket is one flat tensor, so all in it are of one type and on one device
-        self._buckets, self._place = [], {}
+        self._buckets = []
+        self._place = {}
         waiting: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         for parameter in reversed(parameters):
             group = waiting.setdefault((parameter.dtype, parameter.device), [])

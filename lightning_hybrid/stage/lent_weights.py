@@ -27,7 +27,8 @@ class LendingLine:
     """
 
     def __init__(self, mesh: Mesh, owner: int) -> None:
-        self._mesh, self._owner = mesh, owner
+        self._mesh = mesh
+        self._owner = owner
         self._made: dict[tuple[int, int], Broadcasts] = {}
 
     def to_driver(self, tensors: Sequence[Tensor]) -> None:

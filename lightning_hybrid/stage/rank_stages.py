@@ -10,21 +10,21 @@ from functools import lru_cache
 
 from torch import nn
 
-from lightning_hybrid.comm import Dealt, Devices, Group, Inside, copies_of, stages_of
+from lightning_hybrid.comm import Devices, Group, Inside, LinksByMicrobatch, copies_of, stages_of
 from lightning_hybrid.comm.protocol import Placement
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import (
     INSIDE,
-    Copy,
     DelayedWeights,
     Instruction,
-    Kind,
+    InstructionKind,
     Schedule,
+    StageCopy,
+    by_device,
     deal,
     in_one_order,
     make_schedule,
-    merge,
     one_f_one_b,
     together,
 )
@@ -66,7 +66,7 @@ class OwnedStage:
 
     number: int
     specializations: list[Stage]
-    links: Dealt
+    links: LinksByMicrobatch
     is_last: bool
     label: str
     early: EarlyForwards | None
@@ -82,7 +82,7 @@ class OwnedStage:
         )
 
 
-Todo = tuple[tuple[int, Kind, int], ...]
+Todo = tuple[tuple[int, InstructionKind, int], ...]
 """A list of instructions of a rank: (index among its stages, instruction, micro-batch)."""
 
 
@@ -98,14 +98,15 @@ def lists_of(
     ranks = [copies_of(device) for device in placement.devices]
     name = placement.schedule
     if inside:
-        schedule = one_f_one_b(len(ranks), microbatches, falls=inside == "falling")
+        falls = inside == "falling"
+        schedule = one_f_one_b(len(ranks), microbatches, falls=falls, split=placement.split)
     else:
         schedule = make_schedule(
             "gpipe" if name == INSIDE else name,  # (not every call has its backwards inside)
             len(ranks),
             microbatches,
             input_gradient=input_gradient,
-            split=placement.split,
+            split=placement.split if name != INSIDE else (),
         )
     # every rank makes the lists of all, and takes its own
     own = stages_of(placement.devices, here)
@@ -118,20 +119,19 @@ def lists_of(
 
 def _ordered(
     schedule: Schedule, devices: Devices, ranks: Sequence[tuple[int, ...]]
-) -> Iterator[list[list[tuple[Copy, Instruction]]]]:
+) -> Iterator[list[list[tuple[StageCopy, Instruction]]]]:
     """By rank, what it does in the forward pass; then likewise in the backward pass."""
     dealt = deal(schedule, [*map(len, ranks)])
     here = range(1 + max(map(max, ranks)))
-    places = [[Copy(s, ranks[s].index(rank)) for s in stages_of(devices, rank)] for rank in here]
-    several = max(map(len, ranks)) > 1
-    for copies, stages in zip(
-        (dealt.forward, dealt.backward), (schedule.forward, schedule.backward)
-    ):
-        if several:
-            lists = [together(copies, own) for own in places]
-        else:
-            merged = merge(stages, [owner for (owner,) in ranks])
-            lists = [[(Copy(stage, 0), step) for stage, step in steps] for steps in merged]
+    places = [
+        [StageCopy(s, ranks[s].index(rank)) for s in stages_of(devices, rank)] for rank in here
+    ]
+    if max(map(len, ranks)) > 1:
+        for copies in (dealt.forward, dealt.backward):
+            yield in_one_order([together(copies, own) for own in places], dealt.peer)
+        return
+    for merged in by_device(schedule, [owner for (owner,) in ranks]):
+        lists = [[(StageCopy(stage, 0), step) for stage, step in steps] for steps in merged]
         yield in_one_order(lists, dealt.peer)
 
 

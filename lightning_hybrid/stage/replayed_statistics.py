@@ -30,7 +30,8 @@ class ReplayedStatistics:
     """
 
     def __init__(self, network: nn.Module, group: Callable[[], Group]) -> None:
-        self._network, self._group = network, group
+        self._network = network
+        self._group = group
         self._seen: dict[int, Tensor] = {}
 
     @contextmanager

@@ -87,7 +87,7 @@ def input_part(
         ``None``: the backward cannot be split, and nothing was done.
     """
     # 1. The operations at which weights branch off from the way to the inputs.
-    way = _Way(roots, inputs)
+    way = _PathsToInputs(roots, inputs)
     groups = way.groups()
     if groups is None:
         return None
@@ -109,7 +109,7 @@ def input_part(
 
 
 @dataclass
-class _Node:
+class _BackwardNode:
     """An operation, as the walk has found it.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Node:
     outputs: set[int] = field(default_factory=set)
 
 
-class _Way:
+class _PathsToInputs:
     """Which operations lead to the inputs, and which weights flow into them.
 
     Args:
@@ -137,7 +137,7 @@ class _Way:
         self.roots = roots
         self._inputs = {get_gradient_edge(value).node for value in inputs}
         self._weights: list[Tensor] = []
-        self._nodes: dict[Node, _Node] = {}  # children before their parents
+        self._nodes: dict[Node, _BackwardNode] = {}  # children before their parents
         self._splits = True
         for edge in self.roots:
             self._walk(edge.node)
@@ -202,7 +202,7 @@ class _Way:
                     record.leads |= self._nodes[child].leads
             elif node not in self._nodes:
                 children = [(child, n) for child, n in node.next_functions if child is not None]
-                record = self._nodes[node] = _Node(children)
+                record = self._nodes[node] = _BackwardNode(children)
                 self._splits &= not isinstance(node, BackwardCFunction) and not fails_apart(node)
                 # (an input is a leaf, too: its gradient is wanted in the first part)
                 if node in self._inputs:

@@ -10,7 +10,7 @@ from lightning_hybrid.comm import CallKey
 from lightning_hybrid.comm.protocol import Forward
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
-from lightning_hybrid.stage.calls import Call, Graph, Recipe, Traffic
+from lightning_hybrid.stage.calls import Call, Recipe, SavedForward, Traffic
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.weight_hooks import WeightHooks
 
@@ -29,7 +29,10 @@ class StagedNetwork:
     """
 
     def __init__(self, number: int, name: str, module: nn.Module, engine: Engine) -> None:
-        self.number, self.name, self.module, self.engine = number, name, module, engine
+        self.number = number
+        self.name = name
+        self.module = module
+        self.engine = engine
         self.calls: dict[int, Call] = {}
         self.keys: dict[int, CallKey] = {}
         self._traffic: dict[int, list[Traffic]] = {}
@@ -58,11 +61,12 @@ class StagedNetwork:
 
     def open(self, command: Forward) -> Call:
         """Begin a call; a differentiable one stays open until its backward."""
-        saved: list[dict[int, Graph | Recipe]] = [{} for _ in self.engine.owned]
+        saved: list[dict[int, SavedForward | Recipe]] = [{} for _ in self.engine.owned]
         key, traffic = self.keys[command.key], self._traffic[command.key]
         travels = command.exchange, command.uses_rng
         call = Call(command.call, command.draw, key, *travels, traffic, saved, ahead=command.ahead)
-        call.again, call.averages = command.again, command.averages
+        call.again = command.again
+        call.averages = command.averages
         if call.key.grad:
             self.calls[command.call] = call
         return call
@@ -94,7 +98,7 @@ def names_of(stages: Sequence[Stage]) -> list[str]:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; looked up anew, since a buffer may be replaced."""
+    """Every parameter and buffer by name; looked up each time, since a buffer may be replaced."""
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     return named | dict(module.named_buffers(remove_duplicate=False))
 

@@ -109,7 +109,8 @@ class Trace:
         self._watch = watch
         folder = os.environ.get(VARIABLE)
         self._path = Path(folder) / f"rank{rank}.json" if folder else None
-        self._rank, self._name = rank, name
+        self._rank = rank
+        self._name = name
         self._events: list[dict[str, object]] = []
         self.on = folder is not None or watch is not None
 

@@ -26,7 +26,7 @@ from lightning_hybrid._torch.tensors import (
 
 
 @dataclass(frozen=True)
-class _Held:
+class _TakenHooks:
     """The hooks and the gradient that were taken off one weight for a backward pass.
 
     Attributes:
@@ -52,7 +52,7 @@ class WeightHooks:
 
     def __init__(self, module: nn.Module) -> None:
         self._names = {weight: name for name, weight in module.named_parameters()}
-        self._taken: list[_Held] = []
+        self._taken: list[_TakenHooks] = []
         self.held, self._everywhere = False, False
 
     def __bool__(self) -> bool:
@@ -84,7 +84,7 @@ class WeightHooks:
             taken = [(weight, take_hooks(weight)) for _, weight in self._hooked()]
         with self._gradients():
             for weight, hooks in taken:
-                self._taken.append(_Held(weight, hooks, _kept(weight.grad)))
+                self._taken.append(_TakenHooks(weight, hooks, _kept(weight.grad)))
                 weight.grad = None
 
     def _gradients(self) -> AbstractContextManager[None]:
@@ -107,7 +107,9 @@ class WeightHooks:
             Exception: a hook has raised it.
         """
         # 1. Everything is in its place again before the first hook, which may raise, or look.
-        taken, self._taken, self.held = self._taken, [], False
+        taken = self._taken
+        self._taken = []
+        self.held = False
         with as_they_are():
             for held in taken:
                 put_hooks(held.weight, held.hooks)
@@ -130,7 +132,7 @@ def _kept(gradient: Tensor | None) -> Tensor | None:
         return gradient.detach().clone()
 
 
-def _add(held: _Held, gradient: Tensor, *, call: bool) -> None:
+def _add(held: _TakenHooks, gradient: Tensor, *, call: bool) -> None:
     weight, (before, after) = held.weight, held.hooks if call else (None, None)
     for hook in [*(before or {}).values()]:
         changed = hook(gradient)

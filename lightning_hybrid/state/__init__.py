@@ -19,8 +19,8 @@ from lightning_hybrid.state.deferred_weights import (
 )
 from lightning_hybrid.state.divided_optimizer_states import (
     OtherReplicas,
-    Replicas,
-    States,
+    ReplicaOfState,
+    StatesByName,
     StateShares,
     gather_states,
     outlined,

@@ -26,7 +26,10 @@ def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
     Raises:
         ValueError: a gradient is float16, whose small numbers unscaling would turn to zero.
     """
-    if any(gradient.dtype == torch.float16 for gradient in gradients):
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault(gradient.dtype, []).append(gradient)
+    if torch.float16 in alike:
         raise ValueError(
             "gradients in float16 cannot be unscaled: with precision='16-mixed' the weights are "
             "to be float32. Is a part of the network cast by hand (.half())?"
@@ -36,9 +39,8 @@ def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
     device = gradients[0].device
     # one number for all: a GPU is waited for once, and not for each gradient
     found, factor = torch.zeros(1, device=device), factor.to(device, torch.float32)
-    for dtype in {gradient.dtype for gradient in gradients}:
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        unscale_each(alike, found, factor)
+    for of_one_type in alike.values():
+        unscale_each(of_one_type, found, factor)
     return bool(found)
 
 
@@ -49,7 +51,9 @@ def parameters_of(optimizer: Optimizer) -> list[Parameter]:
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """The gradients that this rank has of an optimizer's parameters, in the order of its groups."""
-    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    # (each is asked for once: Python makes an object of it each time)
+    each = [parameter.grad for parameter in parameters_of(optimizer)]
+    return [gradient for gradient in each if gradient is not None]
 
 
 def gradient_norms(parameters: Sequence[Parameter], order: float = 2.0) -> Tensor:
@@ -65,9 +69,13 @@ def gradient_norms(parameters: Sequence[Parameter], order: float = 2.0) -> Tenso
     gradients = [gradient for gradient in each if gradient is not None]
     if not gradients:
         return torch.empty(0)
-    norms = [norm.to(gradients[0].device) for norm in norm_each(gradients, order)]
+    norms, device = norm_each(gradients, order), gradients[0].device
+    if any(norm.device != device for norm in norms):
+        norms = [norm.to(device) for norm in norms]
     together = torch.stack(norms).cpu()
-    present = torch.tensor([gradient is not None for gradient in each])
+    # (a tensor of a list of flags would be made flag by flag)
+    flags = bytearray([gradient is not None for gradient in each])
+    present = torch.frombuffer(flags, dtype=torch.bool)
     return together.new_full(present.shape, ABSENT).masked_scatter_(present, together)
 
 

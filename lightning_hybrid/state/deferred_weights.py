@@ -139,7 +139,7 @@ class Takeover:
         forget_made()
         let_go_of_checkpoints()
 
-    def settle(self, arrived: Iterable[str]) -> None:
+    def check_complete(self, arrived: Iterable[str]) -> None:
         """Check that this rank has a value for each of its weights, after all transfers.
 
         Raises:

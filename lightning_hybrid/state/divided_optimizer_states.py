@@ -35,7 +35,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import Broadcasts
 from lightning_hybrid.state.tensor_file import PIECE_BYTES, TensorFile, let_go, read_files
 
-Replicas = dict[str, int]
+ReplicaOfState = dict[str, int]
 """By name of a parameter, the number of the replica that has its state, which never changes."""
 
 
@@ -54,8 +54,10 @@ class OtherReplicas:
     """
 
     def __init__(self, names: Mapping[int, str], replica: int, replicas: int) -> None:
-        self._names, self._replica, self._replicas = names, replica, replicas
-        self.replica_of: Replicas = {}
+        self._names = names
+        self._replica = replica
+        self._replicas = replicas
+        self.replica_of: ReplicaOfState = {}
         self._loads: dict[int, list[int]] = {}  # by owner, the bytes of each replica
         self.gathering = self.over = False
 
@@ -127,9 +129,11 @@ class StateShares:
         replica_of: how states are divided, which others may add to.
     """
 
-    def __init__(self, group: Group, names: Mapping[int, str], replica_of: Replicas) -> None:
-        self._names, self.replica_of = names, replica_of
-        self.replica, self._replicas = group.rank(), group.size()
+    def __init__(self, group: Group, names: Mapping[int, str], replica_of: ReplicaOfState) -> None:
+        self._names = names
+        self.replica_of = replica_of
+        self.replica = group.rank()
+        self._replicas = group.size()
         self._broadcasts = Broadcasts(group)
         self._stepped: list[Parameter] = []
 
@@ -169,7 +173,7 @@ class StateShares:
         return self.replica_of.get(self._names.get(id(parameter), ""))
 
 
-States = dict[str, dict[str, Any]]
+StatesByName = dict[str, dict[str, Any]]
 """The states of one optimizer: by name of the parameter, its state by key."""
 
 
@@ -185,7 +189,7 @@ def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def gather_states(group: Group, mine: States, folder: str) -> States:
+def gather_states(group: Group, mine: StatesByName, folder: str) -> StatesByName:
     """On the first rank of a group: the states of all others, mapped from a file; elsewhere empty.
 
     Collective. A rank takes no memory beside its own states but for one piece of a tensor.
@@ -198,7 +202,7 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
     Raises:
         OSError: there is no room for the file.
     """
-    outlines: list[States] = gather_objects(
+    outlines: list[StatesByName] = gather_objects(
         group, {name: outlined(state) for name, state in mine.items()}
     )
     if group.rank():
@@ -207,7 +211,7 @@ def gather_states(group: Group, mine: States, folder: str) -> States:
                 if isinstance(spec, TensorSpec):
                     _send(group, spec.laid_out(mine[name][key]))
         return {}
-    found: States = {}
+    found: StatesByName = {}
     for source, theirs in enumerate(outlines[1:], 1):
         with closing(TensorFile(folder)) as file:
             stored = {

@@ -18,7 +18,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state.divided_optimizer_states import OtherReplicas
 
-States = dict[Parameter, dict[str, Any]]
+StatesByParameter = dict[Parameter, dict[str, Any]]
 
 
 class DriverState(defaultdict[Any, Any]):
@@ -37,11 +37,13 @@ class DriverState(defaultdict[Any, Any]):
     def __init__(
         self,
         here: Mapping[Any, Any],
-        fetch: Callable[[States], States],
+        fetch: Callable[[StatesByParameter], StatesByParameter],
         others: OtherReplicas | None = None,
     ) -> None:
         super().__init__(dict, here)
-        self._fetch, self._quiet, self.away = fetch, False, True
+        self._fetch = fetch
+        self._quiet = False
+        self.away = True
         self.others = others
 
     def __missing__(self, key: Any) -> Any:
@@ -88,9 +90,28 @@ def _arriving(name: str) -> Callable[..., Any]:
 
 # every method by itself, since the C code of a dict does not call overridden ones
 for _name in (
-    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__"),
-    *("__eq__", "__repr__", "__or__", "__ior__", "__reversed__", "__copy__", "copy"),
-    *("get", "setdefault", "pop", "popitem", "clear", "update", "keys", "values", "items"),
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+    "__contains__",
+    "__iter__",
+    "__len__",
+    "__eq__",
+    "__repr__",
+    "__or__",
+    "__ior__",
+    "__reversed__",
+    "__copy__",
+    "copy",
+    "get",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+    "update",
+    "keys",
+    "values",
+    "items",
 ):
     setattr(DriverState, _name, _arriving(_name))
 

@@ -17,6 +17,7 @@ all of their gradients and states, and the workers get the new weights.
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str], apart: list[Tensor]) -> None:
         super().__init__(file, protocol=5)
-        self._names, self._apart = names, apart
+        self._names = names
+        self._apart = apart
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> object:
@@ -81,7 +83,8 @@ class _Unpickler(pickle.Unpickler):
         self, file: io.BytesIO, parameters: Mapping[str, Parameter], apart: Tensors
     ) -> None:
         super().__init__(file)
-        self._parameters, self._apart = parameters, iter(apart)
+        self._parameters = parameters
+        self._apart = iter(apart)
         self._taken: list[Tensor] = []
 
     def persistent_load(self, key: Any) -> Tensor:
@@ -212,28 +215,39 @@ class NamedGroups:
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
-        self._known: dict[tuple[int, ...], list[str]] = {}
+        self._known: dict[int, tuple[list[Parameter], list[str]]] = {}  # by number of the group
 
-    def of(self, parameters: Sequence[Parameter]) -> list[str]:
-        """The names of the parameters of a group; the same list for the same parameters."""
-        numbers = tuple(map(id, parameters))
-        if numbers not in self._known:
-            self._known[numbers] = [self._names[n] for n in numbers if n in self._names]
-        return self._known[numbers]
+    def of(self, group: int, parameters: Sequence[Parameter]) -> list[str]:
+        """The names of the parameters of a group; the same list while they are the same.
+
+        Args:
+            group: number of the group.
+            parameters: those that it has now.
+        """
+        before, names = self._known.get(group, ((), []))
+        if not _are(before, parameters):
+            names = [self._names[id(p)] for p in parameters if id(p) in self._names]
+            self._known[group] = [*parameters], names
+        return names
+
+
+def _are(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether these objects are those, one by one."""
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def groups_of(optimizer: Optimizer, named: NamedGroups) -> list[Hyperparameters]:
     """Copies of an optimizer's groups as they are now, with parameters by name."""
     return [
         {
-            key: named.of(value)
+            key: named.of(number, value)
             if key == "params"
             else value.clone()
             if isinstance(value, Tensor)
             else value
             for key, value in group.items()
         }
-        for group in optimizer.param_groups
+        for number, group in enumerate(optimizer.param_groups)
     ]
 
 

@@ -18,7 +18,7 @@ from lightning_hybrid.state.sharded_checkpoint import is_sharded
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange_files(one: Path, other: Path) -> bool:
     """Exchange two files or folders. Returns whether this system and file system can do it."""
     try:
         # `os` has no call that exchanges two names
@@ -84,7 +84,7 @@ def _put_in_place(new: Path, target: Path) -> None:
     before = _beside(target, "before")
     if not (target.is_dir() or (new.is_dir() and target.exists())):
         new.replace(target)
-    elif exchange(new, target):
+    elif exchange_files(new, target):
         remove(new)
     else:  # (a kill in between leaves the old one, as `.NAME.before`)
         remove(before)

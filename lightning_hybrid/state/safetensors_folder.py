@@ -12,7 +12,7 @@ from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import give_back_memory
 from lightning_hybrid.remote import value_of
 from lightning_hybrid.state.replaced_files import becoming, new_folder
-from lightning_hybrid.state.sharded_checkpoint import memory_of, named_disk_errors
+from lightning_hybrid.state.sharded_checkpoint import named_disk_errors, shared_memory_of
 from lightning_hybrid.state.tensor_file import let_go_of_checkpoints
 
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".py")
@@ -76,7 +76,7 @@ def _first_names(weights: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"{name!r} is a {type(tensor).__name__} and no tensor, which safetensors cannot "
                 "hold. Name the network alone that is to be written (--network)."
             )
-        found.setdefault(memory_of(tensor), (name, tensor))
+        found.setdefault(shared_memory_of(tensor), (name, tensor))
     return dict(found.values())
 
 

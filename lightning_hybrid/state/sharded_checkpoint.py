@@ -39,7 +39,7 @@ from lightning_hybrid._torch.tensors import as_they_are, storage_key
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.remote import is_deferred, materialize, place_of, streaming, unread
+from lightning_hybrid.remote import is_deferred, materialize, streaming, unread, unread_place_of
 
 META = "meta.pt"
 """The file with the rest of the checkpoint, named as by Lightning."""
@@ -97,10 +97,10 @@ class DividedCheckpoint:
         for part, value in checkpoint.items():
             outlines: dict[int, Any] = {}
             for steps, tensor in tensors_in(value):
-                owned = place_of(tensor)
+                owned = unread_place_of(tensor)
                 if owned is None and not (part in _DIVIDED and _is_plain(tensor)):
                     continue
-                same = owned or memory_of(tensor)
+                same = owned or shared_memory_of(tensor)
                 if same not in known:
                     known[same] = _outline(tensor)
                     key = _key(part, [step for _, step in steps])
@@ -122,7 +122,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return known and dense
 
 
-def memory_of(tensor: Tensor) -> tuple[object, ...]:
+def shared_memory_of(tensor: Tensor) -> tuple[object, ...]:
     """What only tensors have in common that are the same numbers in the same memory."""
     with as_they_are():
         place = storage_key(tensor.untyped_storage()), tensor.storage_offset()
@@ -348,7 +348,9 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
             "ordinary file of it with "
             "`python -m lightning.pytorch.utilities.consolidate_checkpoint`."
         )
-    outlined, stored, seen = rest.pop(_OUTLINE), _Folder(folder), set[int]()
+    outlined = rest.pop(_OUTLINE)
+    stored = _Folder(folder)
+    seen = set[int]()
     for part, value in outlined.items():
         for steps, tensor in tensors_in(value):
             key = ".".join(_key(part, [step for _, step in steps]))
@@ -379,7 +381,9 @@ class _Folder:
 
     def reader(self, key: str, outline: Tensor) -> Callable[[], Tensor]:
         """A function for :func:`unread` that reads a tensor of this form, as bytes."""
-        size, stride, dtype = outline.shape, outline.stride(), outline.dtype
+        size = outline.shape
+        stride = outline.stride()
+        dtype = outline.dtype
 
         def read() -> Tensor:
             tensor = torch.empty_strided(size, stride, dtype=dtype)

@@ -76,7 +76,8 @@ class ShardedSaves:
     """
 
     def __init__(self) -> None:
-        self._background, self._given_up = Background(), Event()
+        self._background = Background()
+        self._given_up = Event()
 
     def __reduce__(self) -> Any:
         """A copy (of the strategy) has no saves under way."""

@@ -27,7 +27,7 @@ from lightning_hybrid._lightning_private import (
     let_fabric_clear_gradients,
 )
 from lightning_hybrid.comm import Failure, restore_handlers
-from lightning_hybrid.config import Config, Count, Rng, Shape, read_plan
+from lightning_hybrid.config import Config, Count, RngScope, StageCounts, read_plan
 from lightning_hybrid.driver import StartProgress, bring_here
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.options import Search
@@ -36,8 +36,8 @@ from lightning_hybrid.process import NoWorld, Phase
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
-    ByFabric,
     DriverSession,
+    FabricFramework,
     Results,
     Run,
     WorkerSession,
@@ -48,8 +48,8 @@ from lightning_hybrid.run import (
 from lightning_hybrid.strategy.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
-    Part,
-    Parted,
+    LaunchedFunction,
+    LeaveTrainer,
 )
 from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks
@@ -101,7 +101,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self,
         *,
         data_parallel_size: Count = "auto",
-        pipeline_parallel_size: Shape = "auto",
+        pipeline_parallel_size: StageCounts = "auto",
         num_microbatches: Count = "auto",
         schedule: Literal["auto", "gpipe", "looped", "zero_bubble", "1f1b"] = "auto",
         network: str | list[str] | None = None,
@@ -110,7 +110,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         recompute: bool | Literal["auto"] = "auto",
         compile_stages: bool = False,
         verify: int | Literal["auto", False] = "auto",
-        rng: Rng = "microbatch",
+        rng: RngScope = "microbatch",
         seed: int = 0,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -172,11 +172,11 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without groups: a Fabric can be spawned with."""
+        """The state to pickle, without process groups, so that Fabric can spawn processes."""
         return vars(self) | {"_session": BetweenRuns(NoWorld(), Building())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process, maybe."""
+        """Restore the strategy from a pickle, perhaps in another process."""
         vars(self).update(state)
         let_fabric_clear_gradients()
 
@@ -278,7 +278,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             session = WorkerSession(run)
             # a ``finally`` of the user's that is passed now waits for nobody
             run.world.phase = Phase.SERVING
-            raise Parted(partial(self._serve, session))
+            raise LeaveTrainer(partial(self._serve, session))
         run.world.phase = Phase.RUNNING
         run.share_weights()
         planner = partial(run.plan_network, optimizers=self._optimizers)
@@ -308,9 +308,9 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 )
 
     def _begin(self, module: nn.Module) -> Run:
-        """What is known of a run that begins, on all ranks together."""
+        """Make the `Run` of a run that begins; all ranks call this together."""
         world, device = self._ranks.joined, self.root_device
-        self._framework = ByFabric(module)
+        self._framework = FabricFramework(module)
         return Run(
             config=self._ranks.config,
             framework=self._framework,
@@ -470,7 +470,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             driving.evaluation_starts(between=False)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """As in every strategy, and gradients are averaged over the replicas."""
+        """Run a backward pass as every strategy does, and average gradients over the replicas."""
         driving, precision = self._driving, self.precision
         driving.require_network()
         precision.pre_backward(tensor, module)
@@ -479,7 +479,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._batch_is_over = True
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As in every strategy."""
+        """Step an optimizer as every strategy does."""
         output = super().optimizer_step(optimizer, **kwargs)
         if isinstance(self._session, DriverSession):
             # weights have changed, so that autograd refuses what was computed with them before
@@ -518,12 +518,13 @@ class StagedModule(nn.Module):
 
     def __init__(self, module: nn.Module, call_begins: Callable[[nn.Module], None]) -> None:
         super().__init__()
-        self.module, self._call_begins = module, call_begins
+        self.module = module
+        self._call_begins = call_begins
 
     # torch.compile of the user's own, which Fabric puts around this, must not look into it
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Call the model, and return its output."""
         self._call_begins(self.module)
         return self.module(*args, **kwargs)
 
@@ -546,7 +547,8 @@ class _Launcher:
         strategy: HybridGabraFabricStrategy,
         launcher: HybridSubprocessLauncher | HybridMultiProcessingLauncher,
     ) -> None:
-        self._strategy, self._launcher = strategy, launcher
+        self._strategy = strategy
+        self._launcher = launcher
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -557,4 +559,4 @@ class _Launcher:
         """Start the other processes of this node, and run ``function`` in all of them."""
         # the arguments are the user's, and may have the names of the launcher's
         called = partial(self._strategy.run_launched, function, args, kwargs)
-        return self._launcher.launch(Part(self._strategy, called))
+        return self._launcher.launch(LaunchedFunction(self._strategy, called))

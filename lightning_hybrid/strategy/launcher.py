@@ -1,9 +1,9 @@
 """Launchers: start one process per device, and let workers serve their driver.
 
 Every rank runs the Trainer up to ``strategy.setup``, or the function of ``fabric.launch`` up to
-``fabric.setup``. There a worker leaves by :class:`Parted`, which is caught here; it serves its
-driver until the run is over, and its call of ``fit/validate/test/predict/launch`` then returns with
-the driver's results.
+``fabric.setup``. There a worker raises :class:`LeaveTrainer`, which is caught here. It serves its
+driver until the run is over. Its call of ``fit/validate/test/predict/launch`` then returns with the
+driver's results.
 
 Every rank of a failed run shows the first error: the rank that fails first writes it to the common
 store, a rank that has merely lost a peer reads it from there, and workers print after their driver.
@@ -57,7 +57,7 @@ _TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
 
 
-class Parted(BaseException):
+class LeaveTrainer(BaseException):
     """Raised on a worker in ``strategy.setup``, to leave the Trainer for the launcher.
 
     A ``BaseException``, so that no ``except Exception`` catches it.
@@ -71,7 +71,7 @@ class Parted(BaseException):
         self.serve = serve
 
 
-class Launched(Protocol):
+class LaunchableStrategy(Protocol):
     """The methods of a strategy that launchers call."""
 
     @property
@@ -92,16 +92,17 @@ class Launched(Protocol):
         """
 
 
-class Part:
+class LaunchedFunction:
     """The function launched in every process: the user's function, then serving on a worker.
 
     Args:
         strategy: the strategy of this process.
-        function: function that drivers run, and workers until they raise :class:`Parted`.
+        function: function that drivers run, and workers until they raise :class:`LeaveTrainer`.
     """
 
-    def __init__(self, strategy: Launched, function: Callable[..., Any]) -> None:
-        self._strategy, self._function = strategy, function
+    def __init__(self, strategy: LaunchableStrategy, function: Callable[..., Any]) -> None:
+        self._strategy = strategy
+        self._function = function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the function; on a worker serve the driver, and return what it has returned."""
@@ -110,7 +111,7 @@ class Part:
             serve = None
             try:
                 result = self._run(arguments, keywords)
-            except Parted as parted:
+            except LeaveTrainer as parted:
                 serve = parted.serve
             if serve is not None:
                 return self._served(serve())
@@ -129,8 +130,8 @@ class Part:
         return results.value()
 
 
-class TrainerPart(Part):
-    """As :class:`Part`, for a method of a Trainer.
+class LaunchedTrainerMethod(LaunchedFunction):
+    """As :class:`LaunchedFunction`, for a method of a Trainer.
 
     Args:
         function: a bound method of the Trainer. (The strategy is found through it, so that the two
@@ -145,7 +146,8 @@ class TrainerPart(Part):
         trainer = cast(MethodType, self._function).__self__
         if not isinstance(trainer, Trainer):  # this process uses Lightning's other package
             raise HybridError(OTHER_PACKAGE)
-        self._trainer, self._strategy = trainer, cast(Launched, trainer.strategy)
+        self._trainer = trainer
+        self._strategy = cast(LaunchableStrategy, trainer.strategy)
         return super().__call__(*arguments, **keywords)
 
     def _run(self, arguments: Any, keywords: Any) -> Any:
@@ -160,7 +162,7 @@ class TrainerPart(Part):
         return results.value()
 
 
-def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
+def _raise_first(strategy: LaunchableStrategy, error: BaseException) -> NoReturn:
     """Report ``error`` to all ranks; raise it, or the failure of another rank that came first."""
     if is_loss(error) and not isinstance(error, ConnectionLost):
         # from a collective of Lightning or torchmetrics, whose text does not name the lost rank
@@ -186,8 +188,8 @@ def _raise_first(strategy: Launched, error: BaseException) -> NoReturn:
     raise raised from raised.__cause__  # not chained to this rank's own, later error
 
 
-def _part(function: Callable[..., Any]) -> Part:
-    return function if isinstance(function, Part) else TrainerPart(function)
+def _part(function: Callable[..., Any]) -> LaunchedFunction:
+    return function if isinstance(function, LaunchedFunction) else LaunchedTrainerMethod(function)
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
@@ -281,7 +283,8 @@ class _AllProcesses:
     """
 
     def __init__(self, strategy: ParallelStrategy, num_processes: int) -> None:
-        self._asked, self.num_processes = strategy, num_processes
+        self._asked = strategy
+        self.num_processes = num_processes
 
     @property
     def local_rank(self) -> int:

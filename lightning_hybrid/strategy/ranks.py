@@ -41,7 +41,7 @@ from lightning_hybrid.process import (
     meeting_at,
     reach,
 )
-from lightning_hybrid.run import Launched, ReplicaWorld, ShownRanks, asked_by_framework
+from lightning_hybrid.run import LauncherRanks, ReplicaWorld, ShownRanks, asked_by_framework
 
 T = TypeVar("T")
 
@@ -64,16 +64,19 @@ class StrategyRanks:
     """
 
     def __init__(self, config: Config, *, reseeds: bool = True) -> None:
-        self.config, self._reseeds = config, reseeds
+        self.config = config
+        self._reseeds = reseeds
         self.devices: list[torch.device] | None = None
         self.hosts = 1
         self.world: World | NoWorld = NoWorld()
-        self.launched, self._shown = Launched(), ShownRanks()
+        self.launched = LauncherRanks()
+        self._shown = ShownRanks()
         self.told_replicas: int | None = None
         self.asked_for = ""
         self.served = False
         self._environment: ClusterEnvironment | None = None
-        self._backend, self._timeout = "", timedelta()
+        self._backend = ""
+        self._timeout = timedelta()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without groups: a Trainer can be pickled after a run, and spawned with."""
@@ -128,11 +131,11 @@ class StrategyRanks:
         return self._coordinates_at(self.launched.rank)
 
     def coordinates_of(self, local_rank: int) -> Coordinates:
-        """Those of a process of this host, before a survey of the devices."""
+        """Coordinates of a process of this host, before a survey of the devices."""
         return self._coordinates_at(self.launched.node_rank * self.per_host + local_rank)
 
     def _coordinates_at(self, rank: int) -> Coordinates:
-        """Those of a process before a survey of the devices."""
+        """Coordinates of a process before a survey of the devices."""
         return Coordinates(rank, *self.shape, free=self.config.several_stages_per_device)
 
     @property
@@ -155,7 +158,8 @@ class StrategyRanks:
         """
         is_open = self.sizes_are_open and not self.world.has_coordinates
         if is_open and self.world.phase is not Phase.CHOOSING and not asked_by_framework():
-            self.told_replicas, self.asked_for = self.replicas, what
+            self.told_replicas = self.replicas
+            self.asked_for = what
 
     def set_launched(self, environment: ClusterEnvironment | None) -> None:
         """Take the numbers of the launcher.
@@ -165,7 +169,7 @@ class StrategyRanks:
         """
         self._environment = environment
         self._shown.restore()
-        self.launched = Launched.by(environment, self.per_host)
+        self.launched = LauncherRanks.by(environment, self.per_host)
         self._number(self.launched.rank, self.hosts * self.per_host)
 
     def _number(self, rank: int, size: int) -> None:
@@ -215,7 +219,8 @@ class StrategyRanks:
             backend: of the process groups.
             timeout: of tensors between ranks.
         """
-        self._backend, self._timeout = backend, timeout
+        self._backend = backend
+        self._timeout = timeout
         environment = given(self._environment, "cluster_environment")
         refuse_other_numbers(environment, self.launched, self.hosts, self.per_host)
         coordinates = self._coordinates_at(self.launched.rank)
@@ -340,7 +345,7 @@ class StrategyRanks:
 
 
 def refuse_other_numbers(
-    environment: ClusterEnvironment, launched: Launched, hosts: int, per_host: int
+    environment: ClusterEnvironment, launched: LauncherRanks, hosts: int, per_host: int
 ) -> None:
     """A Trainer or Fabric that has been told of other processes than were started.
 
@@ -349,7 +354,9 @@ def refuse_other_numbers(
     Raises:
         PlanError: it has.
     """
-    size, local, node = environment.world_size(), launched.local_rank, launched.node_rank
+    size = environment.world_size()
+    local = launched.local_rank
+    node = launched.node_rank
     if size != hosts * per_host or local >= per_host or node >= hosts:
         raise PlanError(
             f"devices={per_host} and num_nodes={hosts} are {hosts} x {per_host} processes, "

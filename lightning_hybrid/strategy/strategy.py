@@ -40,9 +40,9 @@ from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import (
     Config,
     Count,
-    Rng,
+    RngScope,
     ScheduleName,
-    Shape,
+    StageCounts,
     read_plan,
 )
 from lightning_hybrid.driver import bring_here
@@ -66,9 +66,9 @@ from lightning_hybrid.state import (
     is_sharded,
     let_go_of_checkpoints,
 )
-from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher, Parted, has_script
+from lightning_hybrid.strategy.agreed_sizes import agree_on_sizes, compare_prepared
+from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher, LeaveTrainer, has_script
 from lightning_hybrid.strategy.old_names import tells_new_names
-from lightning_hybrid.strategy.open_sizes import choose_sizes, compare_prepared
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
@@ -98,8 +98,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     Args:
         data_parallel_size: number of replicas. ``"auto"``: devices / stages. If both sizes are
             ``"auto"``, they are chosen by predicted time when a fit is set up, from one batch on a
-            copy of the module (:mod:`lightning_hybrid.planning.sizes`); where nothing can be known
-            then, all devices form one chain, and a line says why.
+            copy of the module (:mod:`lightning_hybrid.planning.fastest_sizes`). Where nothing can
+            be known then, all devices form one chain, and a line says why.
         pipeline_parallel_size: number of devices of a replica, which is that of its stages unless
             ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas. A
             network that cannot be cut is refused if a number is given; with ``"auto"`` it runs on
@@ -114,9 +114,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             of weights after those of inputs, where that pays), ``"1f1b"`` (one forward, one
             backward: a stage keeps no more micro-batches than there are stages, where the network
             returns its loss) or ``"1f1b_stream"``, whose micro-batches are the batches of
-            ``accumulate_grad_batches``. ``"auto"`` is ``"gpipe"``, or the one of the next two that
-            suits ``search.contiguous`` if its step is predicted to be clearly shorter.
-            :class:`Delayed` computes with weights that are some steps old.
+            ``accumulate_grad_batches``. ``"auto"`` is ``"gpipe"``; or the one of the next two that
+            suits ``search.contiguous``, or ``"1f1b"``, if its step is predicted to be clearly
+            shorter; or ``"1f1b"`` where nothing else fits into memory. :class:`Delayed` computes
+            with weights that are some steps old.
         network: dotted name(s) of the module(s) to cut. ``None``: found.
         plan: a :class:`Plan`, a path to one (skips profiling and search), or cut points: the names
             of the first module of each next stage, as in the LightningModule (``["net.layer3"]``).
@@ -171,7 +172,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self,
         *,
         data_parallel_size: Count = "auto",
-        pipeline_parallel_size: Shape = "auto",
+        pipeline_parallel_size: StageCounts = "auto",
         num_microbatches: Count = "auto",
         schedule: ScheduleName | Delayed = "auto",
         network: str | list[str] | None = None,
@@ -182,7 +183,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         compile_stages: bool = False,
         checkpoint: Literal["full"] | Sharded = "full",
         verify: int | Literal["auto", False] = "auto",
-        rng: Rng = "microbatch",
+        rng: RngScope = "microbatch",
         log_performance: bool = False,
         seed: int = 0,
         accelerator: Accelerator | None = None,
@@ -241,7 +242,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         return state | {"_building": building, "_session": BetweenRuns(NoWorld(), building)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process, maybe."""
+        """Restore the strategy from a pickle, perhaps in another process."""
         super().__setstate__(state)
         ask_strategy_whether_distributed(HybridGabraStrategy)
 
@@ -318,7 +319,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         alone = compare_prepared(ranks, trainer)
         if not ranks.joined.has_coordinates:
             deferred = self._building.deferred
-            if choose_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
+            if agree_on_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
                 self._plans.clear()  # of the chain in which an earlier run has evaluated
             refuse_callbacks(trainer, *ranks.shape)
         syncs = self._layer_sync is not None
@@ -331,7 +332,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         scripted = isinstance(self._launcher, HybridSubprocessLauncher)
         run.world.survive(survives=survives_losses(run, scripted=scripted))
         if not run.world.coordinates.is_driver:
-            raise Parted(partial(self._serve, WorkerSession(run)))
+            raise LeaveTrainer(partial(self._serve, WorkerSession(run)))
         run.world.phase = Phase.RUNNING
         trainer.accelerator.setup(trainer)
         run.share_weights()
@@ -376,7 +377,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._ranks.joined.end_run()
 
     def fail(self, error: BaseException) -> Failure | None:
-        """This rank fails with ``error``: tell the others.
+        """Tell the other ranks that this one fails with ``error``.
 
         Returns:
             The failure that came first, on another rank; ``None``: it is this one.
@@ -459,7 +460,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As in every strategy, and gradients are averaged before any hook sees them."""
+        """Run a backward pass as every strategy does; hooks see averaged gradients."""
         module, precision = self._module, self.precision_plugin
         loss = precision.pre_backward(closure_loss, module)
         weighted = self._driving.weighted(loss)

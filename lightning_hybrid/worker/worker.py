@@ -46,7 +46,7 @@ from lightning_hybrid.worker.worker_weights import WorkerWeights
 BUSY = "busy_s"
 """Name of the report with the seconds that a worker has computed in the run."""
 DRIVER = 0
-Handler = Callable[[Any], Answer | None]
+CommandHandler = Callable[[Any], Answer | None]
 
 
 class Worker:
@@ -76,7 +76,9 @@ class Worker:
         before: "Worker | None" = None,
     ) -> None:
         self._options = options
-        self._module, self._mesh, self._device = module, mesh, mesh.device
+        self._module = module
+        self._mesh = mesh
+        self._device = mesh.device
         self._channel = mesh.channel(DRIVER)
         new_trace = partial(Trace, mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._trace: Trace = before._trace if before else new_trace()
@@ -92,7 +94,7 @@ class Worker:
         self._optimizers = WorkerOptimizers(parameters, self._files, group)
         line = LendingLine(mesh, here.pp_rank)
         self._weights = WorkerWeights(
-            *(module, parameters, self._networks, self._files, here.pp_rank, line)
+            module, parameters, self._networks, self._files, here.pp_rank, line
         )
         self._shards = WorkerShards(module, self._optimizers, here.index)
         self._handlers = _handlers(self, self._optimizers, self._weights, self._shards)
@@ -162,7 +164,7 @@ class Worker:
             ConnectionLost: another rank was lost.
         """
         answer = None
-        if self._failure is not None and isinstance(command, protocol.Step):
+        if self._failure is not None and isinstance(command, protocol.StepOptimizer):
             # (its gradients are incomplete, so it does not step)
             self._optimizers.attend(command)
             return Answer(self._failure)
@@ -183,17 +185,17 @@ class Worker:
         """Keep an error for the next answer, unless there was one before."""
         self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
-    def _check(self, _: Command) -> None:
+    def _give_failure(self, _: Command) -> None:
         """Do nothing: the answer says whether this rank has failed before."""
 
-    _end = _check
+    _end = _give_failure
 
     def _take_switches(self, command: protocol.TakeSwitches) -> None:
         set_switches(command.values)
 
     # -- the network
 
-    def _cut(self, order: protocol.Cut) -> None:
+    def _cut_network(self, order: protocol.CutNetwork) -> None:
         """Make this rank's stages of a network, or of another graph of a known network."""
         # (links first of all: the other ranks wait for this one while they link their stages)
         connect(self._mesh, order.placement.devices)
@@ -209,7 +211,10 @@ class Worker:
         others = (prefix + name for name, _ in whole)
         borrowed = borrowed_parameters(network, order.placement)
         takeover = Takeover(
-            *(self._module, names, others, self._mesh.coordinates),
+            self._module,
+            names,
+            others,
+            self._mesh.coordinates,
             vacates=order.vacates,
             tied=[prefix + name for name in frozenset().union(*borrowed)],
         )
@@ -217,7 +222,10 @@ class Worker:
         for stage in mine:
             stage.move(self._device)
         engine = Engine(
-            *(network, stages, order.placement, self._options),
+            network,
+            stages,
+            order.placement,
+            self._options,
             mesh=self._mesh,
             seed=order.seed,
             trace=self._trace,
@@ -263,14 +271,14 @@ class Worker:
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
 
-    def _free(self, command: protocol.Free) -> None:
+    def _free_call(self, command: protocol.FreeCall) -> None:
         self._networks[command.network].calls.pop(command.call, None)
 
-    def _commit(self, command: protocol.Commit) -> None:
+    def _commit_early_forward(self, command: protocol.CommitEarlyForward) -> None:
         network = self._networks[command.network]
         network.engine.commit(network.calls[command.call])
 
-    def _drop(self, command: protocol.Drop) -> None:
+    def _drop_early_forward(self, command: protocol.DropEarlyForward) -> None:
         network = self._networks[command.network]
         network.engine.drop(network.calls.pop(command.call))
 
@@ -279,7 +287,7 @@ class Worker:
 
     def _await_sums(self, _: protocol.AwaitSums) -> Answer:
         groups = [network.engine.replica_group for network in self._networks]
-        return Answer(value=all(group.is_complete() for group in groups))
+        return Answer(holds=all(group.is_complete() for group in groups))
 
     def _sum_again(self, command: protocol.SumAgain) -> None:
         assert self._mesh.survivors is not None
@@ -302,12 +310,12 @@ class Worker:
         for network in self._networks:
             network.engine.replica_group.broadcast_buffers(among)
 
-    def _share(self, command: protocol.Share) -> None:
+    def _share_weights(self, command: protocol.ShareWeights) -> None:
         self._networks[command.network].engine.replica_group.broadcast_weights()
 
     # -- the run
 
-    def _report(self, command: protocol.Report) -> Answer:
+    def _give_report(self, command: protocol.GiveReport) -> Answer:
         return Answer(value=self._reports[command.name]())
 
     def _forget_failure(self, _: protocol.ForgetFailure) -> None:
@@ -337,9 +345,9 @@ def serve(
     return worker, results
 
 
-def _handlers(*parts: object) -> dict[type[Command], Handler]:
+def _handlers(*parts: object) -> dict[type[Command], CommandHandler]:
     """By type of command, the method of one of these objects that has its name."""
-    found: dict[type[Command], Handler] = {}
+    found: dict[type[Command], CommandHandler] = {}
     for kind in protocol.MESSAGES:
         if issubclass(kind, Command):
             name = re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", kind.__name__)

@@ -3,10 +3,11 @@
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.comm import Answer, Group, Precision, protocol
+from lightning_hybrid.comm import Answer, CallPrecision, Group, protocol
 from lightning_hybrid.state import (
     FilesOfWorker,
     Owned,
@@ -44,14 +45,14 @@ class WorkerOptimizers:
         self._files = files
         self.all: list[Optimizer] = []
         self._parameters = parameters
-        self._precision: Precision | None = None  # the driver's, in which steps compute
+        self._precision: CallPrecision | None = None  # the driver's, in which steps compute
         self.names: dict[int, str] = {}
         for name, parameter in parameters.items():
             self.names.setdefault(id(parameter), name)
         self._shares = shares_over and StateShares(shares_over, self.names, {})
 
     def _take_optimizers(self, command: protocol.TakeOptimizers) -> None:
-        """Make the optimizers anew as the driver sends them; states that do not come are kept."""
+        """Replace the optimizers by those of the driver; states that are not sent are kept."""
         before = self.all
         for index in command.fresh:  # (the states that come replace these)
             if index < len(before):
@@ -82,7 +83,7 @@ class WorkerOptimizers:
     def _zero_grad(self, command: protocol.ZeroGrad) -> None:
         self.all[command.optimizer].zero_grad(command.set_to_none)
 
-    def _step(self, command: protocol.Step) -> None:
+    def _step_optimizer(self, command: protocol.StepOptimizer) -> None:
         """Step an optimizer, or this rank's share of it if replicas divide the states."""
         optimizer = self.all[command.optimizer]
         if command.groups is not None:
@@ -102,7 +103,7 @@ class WorkerOptimizers:
         with self._precision.applied() if self._precision else nullcontext():
             optimizer.step()
 
-    def attend(self, command: protocol.Step) -> None:
+    def attend(self, command: protocol.StepOptimizer) -> None:
         """Take part in the exchange of a step without stepping, since this rank has failed.
 
         Where replicas divide states, the other ones wait for this rank in the exchange.
@@ -118,11 +119,12 @@ class WorkerOptimizers:
 
     def _clip_norm(self, command: protocol.ClipNorm) -> None:
         parameters = parameters_of(self.all[command.optimizer])
-        nn.utils.clip_grads_with_norm_(parameters, command.max_norm, command.total)
+        total = torch.tensor(command.total, dtype=command.dtype)
+        nn.utils.clip_grads_with_norm_(parameters, command.max_norm, total)
 
     def _clip_values(self, command: protocol.ClipValues) -> None:
         nn.utils.clip_grad_value_(parameters_of(self.all[command.optimizer]), command.bound)
 
     def _unscale(self, command: protocol.Unscale) -> Answer:
         gradients = gradients_of(self.all[command.optimizer])
-        return Answer(value=unscale(gradients, command.factor))
+        return Answer(holds=unscale(gradients, torch.tensor(command.factor)))

@@ -37,7 +37,9 @@ class WorkerShards:
     """
 
     def __init__(self, module: nn.Module, optimizers: WorkerOptimizers, rank: int) -> None:
-        self._module, self._optimizers, self._rank = module, optimizers, rank
+        self._module = module
+        self._optimizers = optimizers
+        self._rank = rank
         self._background = Background()
 
     def close(self) -> None:

@@ -35,8 +35,12 @@ class WorkerWeights:
         rank: int,
         line: LendingLine,
     ) -> None:
-        self._files, self._rank, self._line = files, rank, line
-        self._module, self._parameters, self._networks = module, parameters, networks
+        self._files = files
+        self._rank = rank
+        self._line = line
+        self._module = module
+        self._parameters = parameters
+        self._networks = networks
         self._takeover: Takeover | None = None
         self.lent: list[str] = []
 
@@ -76,7 +80,7 @@ class WorkerWeights:
         write_tensors(self._module, each())
         if self._takeover is not None:
             takeover, self._takeover = self._takeover, None
-            takeover.settle(arrived)
+            takeover.check_complete(arrived)
 
     def _keep_tensors(self, command: protocol.KeepTensors) -> Answer:
         """Write what this rank owns to a file; at the end of a run with gradients.

@@ -14,7 +14,7 @@ from driven import Model, Replica, let_go, loss_of
 from emulated_cuda import EVENTS, WAITS
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import GiveFailure
 from lightning_hybrid.stage import backward_pass, forward_pass
 from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
 
@@ -123,7 +123,7 @@ def on_devices(
                         average += parameter.grad
             steps.now = None
             optimizer.step()
-            replica.driver.commands.ask(Check())  # the workers are done, too
+            replica.driver.commands.ask(GiveFailure())  # the workers are done, too
         if step > 1:
             events.update(seen)
     replica.end()

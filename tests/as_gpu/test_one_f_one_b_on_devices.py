@@ -9,7 +9,7 @@ from emulated_cuda import EVENTS, WAITS
 from losses_inside import Cut, Net, Tied, batch, compare, whole
 from torch import nn
 
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import GiveFailure
 
 
 @pytest.mark.parametrize("net", [Net(), Tied(0, 4)], ids=["plain", "tied"])
@@ -25,7 +25,7 @@ def test_gradients_are_those_of_the_cpu_and_nobody_waits(
         with EVENTS.during() as events:
             replica.begin()
             replica.backward(replica(x, y)["loss"] * factor * (1 + step))
-            replica.driver.commands.ask(Check())  # the workers are done, too
+            replica.driver.commands.ask(GiveFailure())  # the workers are done, too
         if step > 1:
             seen.update(events)
     found = {name: g.cpu() for name, g in replica.gradients().items() if g is not None}

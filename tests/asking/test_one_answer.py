@@ -10,10 +10,10 @@ from lightning_hybrid.asking.study import Study
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.cluster import Device, Rates
+from lightning_hybrid.planning.fastest_sizes import Machine, fastest_sizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.search import AUTO, PlanSettings
-from lightning_hybrid.planning.shapes import Asked, recommended
-from lightning_hybrid.planning.sizes import Machine, choose_sizes
+from lightning_hybrid.planning.shapes import ShapeRequest, recommended
 
 BATCH, MB = 12, 1e6
 
@@ -116,17 +116,17 @@ CLUSTERS = {
 def test_the_trainer_takes_what_the_command_says(
     at: Machine, costs_of: Callable[[int], PartitionTable]
 ) -> None:
-    asked = Asked(settings=PlanSettings(schedule=AUTO))
+    asked = ShapeRequest(settings=PlanSettings(schedule=AUTO))
     target: Any = None  # of which shapes know nothing
     study = Study(target, at.described(), BATCH, lambda microbatches: True, costs_of, "")
     shapes = study.shapes(len(at.devices))
     plain = [shape for shape in shapes if shape.plain]
     if not any(shape.fits for shape in plain):
         with pytest.raises(PlanError, match="memory"):
-            choose_sizes(at, [lambda m: costs_of(-(-BATCH // m))], BATCH, asked)
+            fastest_sizes(at, [lambda m: costs_of(-(-BATCH // m))], BATCH, asked)
         return
     said = recommended(plain)
-    taken = choose_sizes(at, [lambda m: costs_of(-(-BATCH // m))], BATCH, asked).best
+    taken = fastest_sizes(at, [lambda m: costs_of(-(-BATCH // m))], BATCH, asked).best
     assert said.sizes == taken.sizes
     assert said.step_s == taken.step_s
     assert [plan.cuts for plan in said.plans] == [plan.cuts for plan in taken.plans]

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_hybrid.comm.activation_links import Link, LocalLink, PeerLink
 from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.message_channel import Channel
-from lightning_hybrid.comm.protocol import Answer, Header, Pattern, Status
+from lightning_hybrid.comm.protocol import Answer, GradientPattern, Header, Status
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import HybridError
@@ -186,9 +186,9 @@ def test_words_and_answers_do_not_mix(wires: Wires) -> None:
     worker_end.send(Answer(value="of an earlier command"))
     worker.send_word(Status(FAILURE))
     worker_end.send(Answer(value="of the next one"))
-    worker.send_word(Pattern([True]))
+    worker.send_word(GradientPattern([True]))
     assert driver.receive_word(Status).failure == FAILURE
-    assert driver.receive_word(Pattern).present == [True]
+    assert driver.receive_word(GradientPattern).present == [True]
     assert driver_end.receive(Answer).value == "of an earlier command"
     assert driver_end.receive(Answer).value == "of the next one"
 

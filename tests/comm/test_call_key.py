@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hybrid.comm.tensor_specs import Precision
+from lightning_hybrid.comm.tensor_specs import CallPrecision
 
 CPU = torch.device("cpu")
 
@@ -12,7 +12,7 @@ def test_what_is_in_force_on_one_rank_can_be_applied_on_another() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            precision = Precision.current(CPU)
+            precision = CallPrecision.current(CPU)
     finally:
         torch.set_default_dtype(before)
     with precision.applied():

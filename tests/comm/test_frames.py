@@ -10,54 +10,63 @@ from lightning_hybrid.comm.message_channel import FRAME, decode, encode, ready
 from lightning_hybrid.comm.protocol import (
     Answer,
     Backward,
+    ClipNorm,
     ClipValues,
-    Commit,
-    Cut,
-    Drop,
+    CommitEarlyForward,
+    CutNetwork,
+    DropEarlyForward,
     Forward,
-    Free,
+    FreeCall,
+    GradientNorm,
+    GradientPattern,
     Header,
     Leaving,
     Message,
-    Pattern,
     Placement,
     Reduce,
     Status,
-    Step,
+    StepOptimizer,
     StillAlive,
     SynchronizeBuffers,
     TakeWeights,
+    Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 
 SPEC = TensorSpec((2, 3), torch.float64, requires_grad=True)
-KEY = CallKey(0, ((SPEC,),), ((1,),), True, True, (True,), Precision.current(torch.device("cpu")))
+KEY = CallKey(
+    0, ((SPEC,),), ((1,),), True, True, (True,), CallPrecision.current(torch.device("cpu"))
+)
 PLACEMENT = Placement((1, 0), (frozenset("a"), frozenset()), "zero_bubble", (1,), True)
 STEADY = [
     Forward(0, 10**12, -5, 2, False, True, False),
-    Drop(0, 3),
+    DropEarlyForward(0, 3),
     Backward(1, 7, 0, False, True, False, True, False),
-    Free(0, 3),
-    Commit(0, 3),
+    FreeCall(0, 3),
+    CommitEarlyForward(0, 3),
     Reduce(2),
     SynchronizeBuffers(True),
     ZeroGrad(0, False),
-    Step(1),
+    GradientNorm(0, torch.inf),
+    *(ClipNorm(1, 1e300, total, torch.bfloat16) for total in (0.1, torch.inf, 5e-324)),
+    ClipValues(0, 0.5),
+    Unscale(0, 2.0**-16),
+    Answer(holds=True),
+    StepOptimizer(1),
     Status(),
     StillAlive(),
 ]
 OTHERS = [
     Forward(0, 1, 2, 3, True, True, True, KEY),
     Forward(0, 1, 2, 3, True, True, True, KEY),
-    Step(0, [{"lr": 0.1, "params": ["a"]}]),
-    ClipValues(0, 0.5),
-    Cut(0, "net", {}, PLACEMENT, 2**64 - 1, False),
+    StepOptimizer(0, [{"lr": 0.1, "params": ["a"]}]),
+    CutNetwork(0, "net", {}, PLACEMENT, 2**64 - 1, False),
     Answer(value={"a": 1}),
     Header([SPEC], uses_rng=True),
     Status(Failure("text")),
-    Pattern([True, False]),
+    GradientPattern([True, False]),
     Leaving(Failure("text")),
 ]
 

@@ -11,7 +11,7 @@ from ranks import together
 
 from lightning_hybrid.comm.activation_links import link_stages
 from lightning_hybrid.comm.connections import ConnectionLost
-from lightning_hybrid.comm.protocol import Answer, Check
+from lightning_hybrid.comm.protocol import Answer, GiveFailure
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 
 CPU = torch.device("cpu")
@@ -54,8 +54,8 @@ def test_the_neighbours_of_a_killed_rank_notice() -> None:
 
 def test_channels_pass_messages_both_ways() -> None:
     here, there = memory_channels(("driver", "worker"))
-    here.send(Check())
-    there.receive(Check)
+    here.send(GiveFailure())
+    there.receive(GiveFailure)
     there.send(Answer(value=1))
     assert here.receive(Answer).value == 1
     assert (here.peer, there.peer) == ("worker", "driver")

@@ -16,7 +16,7 @@ from lightning_hybrid.comm.collectives import meet
 from lightning_hybrid.comm.connections import ConnectionLost, start
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.mesh import Mesh, backend_on, make_world
-from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
+from lightning_hybrid.comm.protocol import Answer, GiveFailure, Message, Status
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import PlanError, RemoteError
@@ -61,8 +61,8 @@ def test_driver_and_workers_have_a_channel_each(meshes: Any) -> None:
     driver, *workers = meshes(1, 3)
     assert driver.channel(1) is driver.channel(1)
     for pp_rank, worker in enumerate(workers, start=1):
-        driver.channel(pp_rank).send(Check())
-        worker.channel(0).receive(Check)
+        driver.channel(pp_rank).send(GiveFailure())
+        worker.channel(0).receive(GiveFailure)
         worker.channel(0).send(Answer(value=pp_rank))
     assert [driver.channel(p).receive(Answer).value for p in (2, 1)] == [2, 1]
 
@@ -98,8 +98,8 @@ def test_everyone_who_waits_for_a_rank_that_leaves_hears_why(meshes: Any) -> Non
 def test_a_peer_that_is_gone_keeps_no_goodbye_from_the_others(meshes: Any) -> None:
     driver, first, second = meshes(1, 3)
     for pp_rank, worker in ((1, first), (2, second)):
-        driver.channel(pp_rank).send(Check())
-        worker.channel(0).receive(Check)
+        driver.channel(pp_rank).send(GiveFailure())
+        worker.channel(0).receive(GiveFailure)
     first.shutdown()
     driver.say_goodbye(Failure("failed"))
     with pytest.raises(RemoteError, match="failed"):
@@ -146,8 +146,8 @@ def test_what_waits_on_the_device_can_be_ended_and_says_who_is_lost(meshes: Any)
         with pytest.raises(ConnectionLost) as found:
             act()
         assert found.value is lost
-    driver.channel(1).send(Check())  # words still pass
-    worker.channel(0).receive(Check)
+    driver.channel(1).send(GiveFailure())  # words still pass
+    worker.channel(0).receive(GiveFailure)
 
 
 def test_a_rank_that_leaves_wakes_who_waits_for_its_tensors(meshes: Any) -> None:

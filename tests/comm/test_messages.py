@@ -9,7 +9,14 @@ import torch
 from ranks import together
 
 from lightning_hybrid.comm.message_channel import Channel
-from lightning_hybrid.comm.protocol import Answer, Header, Message, Pattern, Status, Word
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    GradientPattern,
+    Header,
+    Message,
+    StageMessage,
+    Status,
+)
 from lightning_hybrid.comm.tensor_specs import TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 
@@ -18,7 +25,7 @@ SPEC = TensorSpec.of(torch.zeros(3, 4, dtype=torch.float64).T)
 SAID: list[Message] = [
     *(Header(), Header([]), Header([SPEC, SPEC], uses_rng=True)),
     *(Status(), Status(FAILURE)),
-    *(Pattern([]), Pattern([True, False])),
+    *(GradientPattern([]), GradientPattern([True, False])),
     *(Answer(), Answer(value=False), Answer(FAILURE, {"norm": 2.0})),
 ]
 
@@ -38,4 +45,4 @@ def test_a_message_arrives_as_it_was_said(wires: Callable[..., Any], message: Me
 
 
 def test_every_word_is_said_here() -> None:
-    assert {type(message) for message in SAID} == {*Word.__subclasses__(), Answer}
+    assert {type(message) for message in SAID} == {*StageMessage.__subclasses__(), Answer}

@@ -6,7 +6,7 @@ from in_memory import MemoryReplica
 
 from lightning_hybrid.comm.activation_links import link_stages
 from lightning_hybrid.comm.connections import GroupHandle, GroupWire
-from lightning_hybrid.comm.protocol import Answer, Check, Message, Status
+from lightning_hybrid.comm.protocol import Answer, GiveFailure, Message, Status
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.errors import RemoteError
 
@@ -18,8 +18,8 @@ def test_there_is_one_channel_for_each_tag() -> None:
     driver, worker = MemoryReplica(2).lines
     assert driver.channel(1) is driver.channel(1)
     driver.channel(1, tag=2).send(Status())
-    driver.channel(1).send(Check())
-    worker.channel(0).receive(Check)
+    driver.channel(1).send(GiveFailure())
+    worker.channel(0).receive(GiveFailure)
     worker.channel(0, tag=2).receive(Status)
 
 
@@ -84,9 +84,9 @@ def test_a_rank_that_has_left_already_leaves_in_silence(monkeypatch: pytest.Monk
 def test_a_goodbye_waits_for_nobody() -> None:
     driver, busy, _ = MemoryReplica(3, timeout_s=0.5).lines
     for _ in range(64):  # as many as a channel keeps
-        driver.channel(1).send(Check())
+        driver.channel(1).send(GiveFailure())
     driver.say_goodbye(FAILURE)
     for _ in range(64):
-        busy.channel(0).receive(Check)
+        busy.channel(0).receive(GiveFailure)
     with pytest.raises(ValueError, match="on purpose"):
         busy.channel(0).receive(Message)

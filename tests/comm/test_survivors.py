@@ -18,8 +18,12 @@ def replicas(count: int, stages: int = 1) -> tuple[dist.Store, list[Survivors]]:
     store = dist.HashStore()
     made = [
         Survivors(
-            *(Coordinates(replica * stages, count, stages), store, None, "run"),
-            *(timedelta(seconds=20), lambda living: None),
+            Coordinates(replica * stages, count, stages),
+            store,
+            None,
+            "run",
+            timedelta(seconds=20),
+            lambda living: None,
         )
         for replica in range(count)
     ]

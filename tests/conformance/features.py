@@ -57,59 +57,72 @@ REFUSED = {
     "tests/parts/test_unequal_shares.py": "*refused",
 }
 DIFFERS = {"tests/capture/test_not_seen.py": "*"}
-WORKS = {
-    "Memory": {
-        "tests/strategy/test_configure_model.py": "*",
-        "tests/strategy/test_limited_memory.py": "*",
-        "tests/driver/test_after_run.py": "*",
-    },
-    "Sizes, placements, schedules": {
-        "tests/strategy/test_automatic_sizes.py": "*",
-        "tests/strategy/test_balance.py": "*",
-        "tests/strategy/test_new_cuts.py": "*",
-        "tests/driver/test_other_stages.py": "*",
-        "tests/strategy/test_free_placements.py": "*",
-        "tests/strategy/test_streamed.py": "*",
-    },
-    "Precision, compiled stages, batch statistics": {"tests/strategy/test_stages.py": "*"},
-    "Checkpoints": {
-        "tests/strategy/test_checkpoints.py": "*",
-        "tests/strategy/test_sharded_checkpoints.py": "*",
-        "tests/strategy/test_divided_states.py": "*",
-    },
-    "Launchers and the command line": {
-        "tests/strategy/test_launchers.py": "*",
-        "tests/strategy/test_cli.py": "*",
-        "tests/strategy/test_pytorch_lightning.py": "*",
-    },
-    "Faults": {
-        "tests/strategy/test_faults.py": "*",
-        "tests/strategy/test_lost_replica.py": "*",
-        "tests/strategy/test_manners.py": "*",
-        "tests/strategy/test_random_kills.py": "*",
-        "tests/strategy/test_restarts.py": "*",
-    },
+BESIDE = {
+    "Memory: networks of `configure_model`, what a rank holds during and after a run": (
+        "what_you_can_rely_on.md#memory",
+        "tests/strategy/test_configure_model.py",
+        "tests/strategy/test_limited_memory.py",
+        "tests/driver/test_after_run.py",
+    ),
+    "Sizes that are left open": (
+        "planning.md#automatic-sizes",
+        "tests/strategy/test_automatic_sizes.py",
+    ),
+    "Unlike devices: shares by speed, new cuts, free placements": (
+        "unlike_devices.md",
+        "tests/strategy/test_balance.py",
+        "tests/strategy/test_new_cuts.py",
+        "tests/driver/test_other_stages.py",
+        "tests/strategy/test_free_placements.py",
+    ),
+    "Streamed and delayed schedules, loops": (
+        "schedules.md",
+        "tests/strategy/test_streamed.py",
+    ),
+    "Precision, compiled stages, batch statistics": (
+        "what_you_can_rely_on.md",
+        "tests/strategy/test_stages.py",
+    ),
+    "Checkpoints, sharded checkpoints, divided states of optimizers": (
+        "checkpoints.md",
+        "tests/strategy/test_checkpoints.py",
+        "tests/strategy/test_sharded_checkpoints.py",
+        "tests/strategy/test_divided_states.py",
+    ),
+    "Launchers and the command line": (
+        "tutorial_lightning.md",
+        "tests/strategy/test_launchers.py",
+        "tests/strategy/test_cli.py",
+        "tests/strategy/test_pytorch_lightning.py",
+    ),
+    "Faults: exceptions, killed and stopped ranks, lost replicas, restarts": (
+        "what_you_can_rely_on.md#failures",
+        "tests/strategy/test_faults.py",
+        "tests/strategy/test_lost_replica.py",
+        "tests/strategy/test_manners.py",
+        "tests/strategy/test_random_kills.py",
+        "tests/strategy/test_restarts.py",
+    ),
 }
-"""Tests beside the suite: files, and what the names of their tests end with (``*``: anything)."""
+"""Tests beside the suite: by theme, the page that describes it, and the files."""
 
 INTRO = """# What works, and the test behind it
 
 *`make features` writes this page from the tests: change those, not the page.*
 
-Each line is something that users of Lightning do, and what happens when the network is cut into
-stages. The name in front is a row of the conformance suite (`tests/conformance/rows_*.py`): a
-LightningModule that does this one thing. A row trains in real processes in float64 and is compared
-with plain Lightning in one process (two replicas: with `ddp` on two devices): losses of each step,
-weights and buffers on every rank, metrics and return values agree to 1e-10. It also asserts that
-every stage's process computed, and alone had the gradients of its parameters.
+Each line is something that users of Lightning do with a network that is cut into stages. The name
+in front is a row of the conformance suite (`tests/conformance/rows_*.py`): a LightningModule that
+does this one thing. The row trains in real processes in float64. A test compares it with plain
+Lightning on one device (two replicas: with `ddp` on two devices). Losses, weights, buffers, metrics
+and return values agree to 1e-10 on every rank.
 
-A row runs as one replica of two stages (1x2), one of three (1x3) and two replicas of two (2x2),
-unless other shapes are given. A line is the first sentence of a row's docstring, which has the
-details; refusals are whole.
+A row runs as one replica of two stages (1x2), one of three (1x3) and two replicas of two (2x2). A
+small network runs in some of these shapes only; its row says in which. The docstring of a row has
+the details.
 
 `tests/conformance/test_pairs.py` combines rows at random, and `test_fuzz.py` makes 500 random
-networks. To test a strategy of your own with the same rows, see the docstring of
-[`tests/conformance/suite.py`](../tests/conformance/suite.py).
+networks. [`tests/conformance/suite.py`](../tests/conformance/suite.py) says how to test a strategy
+of your own with these rows.
 
 ```
 make conformance                                                    # all
@@ -122,9 +135,10 @@ python -m pytest -m "" tests/conformance -k "TwoStages and Drops"   # one row
 
 REFUSED_INTRO = """## Refused
 
-Every rank raises an error that says what to use instead, before any weight has changed. Some rows
-are refused only because their networks are small: where a network's Python cannot be captured as
-one graph, its parts are cut one by one if they are large enough.
+Every rank raises an error that says what to use instead, before any weight has changed. Rows with a
+shape behind their name are refused in that shape and work in the others. Some rows are refused
+because their networks are small: where a network's Python cannot be captured as one graph, its
+parts are cut one by one if they are large enough.
 
 """
 
@@ -132,14 +146,14 @@ DIFFERS_INTRO = """
 ## Differs from one device
 
 [What is known to differ](what_you_can_rely_on.md#what-is-known-to-differ) has the list with
-reasons. `torch.compile` does not see the following changes, so a captured graph stays in use. The
-check of calls 1, 2, 4, ... ends most of such runs:
+reasons. `torch.compile` does not see these changes; the check of calls 1, 2, 4, ... ends most of
+such runs:
 
 """
 
 MICROBATCHES_INTRO = """
-These equal one device on which the network runs once per micro-batch, each micro-batch with random
-generators of its own:
+The following rows equal one device on which the network runs once per micro-batch. Each micro-batch
+has random generators of its own.
 
 """
 
@@ -155,12 +169,15 @@ def summary_of(row: type[Row]) -> str:
     """The first sentence of a docstring, up to a colon or semicolon if enough stands there."""
     sentence = re.split(r"(?<=[.`)])\.? (?=[A-Z`])", sentence_of(row))[0]
     head = re.split(r"[;:] ", sentence)[0]
-    return sentence if len(head.split()) < 4 or head.count("`") % 2 else head.rstrip(".") + "."
+    shown = sentence if len(head.split()) < 4 or head.count("`") % 2 else head
+    return shown.rstrip(".") + "."
 
 
 def named(row: type[Row]) -> str:
-    shapes = " ".join(f"{replicas}x{stages}" for replicas, stages in runs_in(row))
-    return f"`{row.__name__}`" + (f" ({shapes})" if len(runs_in(row)) < 3 else "")
+    """The name of a row; where it is refused in some shapes and works in others, the former too."""
+    where = refused_in(row)
+    shapes = ", ".join(f"{replicas}x{stages}" for replicas, stages in where)
+    return f"`{row.__name__}`" + (f" ({shapes})" if 0 < len(where) < len(runs_in(row)) else "")
 
 
 def runs_in(row: type[Row]) -> list[tuple[int, int]]:
@@ -194,11 +211,10 @@ def tests_in(file: str) -> list[tuple[str, str]]:
 
 
 def tests(chosen: dict[str, str]) -> Iterator[str]:
-    """A line for each file, then one for each chosen test of it."""
+    """A line for each chosen test of these files."""
     for file, ending in chosen.items():
         found = [s for name, s in tests_in(file) if name.endswith(ending.lstrip("*"))]
         assert found, f"{file} has no test that ends with {ending}"
-        yield f"\n`{file}`:\n\n"
         yield from (f"- {said}\n" for said in found)
 
 
@@ -215,11 +231,9 @@ def page() -> str:
         partly=len(refused) - len(everywhere),
     )
     text += REFUSED_INTRO
-    for row in refused:
-        where = "" if row in everywhere else "in three stages: "
-        text += f"- {named(row)}: {where}{sentence_of(row)}\n"
+    text += "".join(f"- {named(row)}: {sentence_of(row)}\n" for row in refused)
     text += "".join(tests(REFUSED))
-    text += DIFFERS_INTRO.rstrip("\n") + "\n"
+    text += DIFFERS_INTRO
     text += "".join(tests(DIFFERS))
     text += MICROBATCHES_INTRO
     for row in works:
@@ -231,8 +245,11 @@ def page() -> str:
         if here:
             text += f"\n### {title}\n\n"
             text += "".join(f"- {named(row)}: {summary_of(row)}\n" for row in here)
-    for title, chosen in WORKS.items():
-        text += f"\n### {title}\n" + "".join(tests(chosen))
+    text += "\n### Beside the rows\n\n| what | tests |\n| --- | --- |\n"
+    for title, (link, *files) in BESIDE.items():
+        assert all((ROOT / file).is_file() for file in files), title
+        names = ", ".join(f"`{file}`" for file in files)
+        text += f"| [{title}]({link}) | {names} |\n"
     return re.sub(r"[ \t]+\n", "\n", text)
 
 

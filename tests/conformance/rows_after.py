@@ -25,8 +25,10 @@ class _Remembers(Callback):
 
 
 class AsksAfterFit(Row):
-    """The script asks every rank after the run for numbers of steps, and for what a callback has
-    counted; then it validates, and asks again.
+    """The script asks every rank for what the run has counted.
+
+    It asks for numbers of steps, and for what a callback has counted. Then it validates, and asks
+    again.
     """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
@@ -84,9 +86,7 @@ class _EndsOtherwise(Row):
 
 
 class AverageTakesOver(_EndsOtherwise):
-    """When the training has ended, the LightningModule's `on_train_end` puts the average of the
-    weights in the place of the network.
-    """
+    """`on_train_end` puts averaged weights in the place of the network."""
 
     fast = True
 
@@ -101,8 +101,9 @@ class _TakesTheInside(Callback):
 
 
 class AverageInsideTakesOver(_EndsOtherwise):
-    """A callback does so in `on_fit_end`, takes the network out of the average, and deletes the
-    rest of it; then that is tested.
+    """A callback's `on_fit_end` puts averaged weights in the place of the network.
+
+    It takes the network out of the average, and deletes the rest of it. Then that is tested.
     """
 
     def trainer_options(self, folder: Any) -> dict[str, Any]:
@@ -120,8 +121,9 @@ class AverageInsideTakesOver(_EndsOtherwise):
 
 
 class WrappedAtTheEnd(_EndsOtherwise):
-    """In the last `on_train_epoch_end`, before the checkpoint, the network becomes a part of a new
-    one.
+    """The last `on_train_epoch_end` wraps the network in a new one.
+
+    The checkpoint comes behind it.
     """
 
     gathered = True

@@ -32,9 +32,7 @@ class _Manual(Row):
 
 
 class KeepsViewsOfWeights(Row):
-    """Takes `p.data`, `p.detach()` and a `state_dict()` before the first step, and reads and
-    changes them in the middle of the run.
-    """
+    """Takes `p.data`, `p.detach()` and a `state_dict()` early, and changes them in mid-run."""
 
     fast = True
     shapes = EVERY
@@ -65,7 +63,7 @@ class ClearsGradientsOfTheModule(_Manual):
 
 
 class ClearsGradientsOfWhatItBuilds(ClearsGradientsOfTheModule, BuildsInConfigureModel):
-    """Calls `zero_grad()` of a module that is made in `configure_model`, and whole on no rank."""
+    """`zero_grad()` of a module from `configure_model`. No rank has all of it."""
 
     fast = False
 
@@ -77,8 +75,10 @@ class KeepsPrototypesByHand(ClearsGradientsOfTheModule, KeepsPrototypes):
 
 
 class FreezesBetweenForwardAndBackward(_Manual):
-    """Freezes and thaws layers between forward and backward, also with two calls of the network
-    open; gradients go to what is trainable when the backward comes.
+    """Freezes and thaws layers between forward and backward.
+
+    It does so with two calls of the network open, too. Gradients go to what is trainable when the
+    backward comes.
     """
 
     sampled = True
@@ -106,8 +106,9 @@ class FreezesBetweenForwardAndBackward(_Manual):
 
 
 class FreezesWithASplitBackward(FreezesBetweenForwardAndBackward):
-    """Freezes and thaws layers between forward and backward under `schedule="zero_bubble"`, which
-    computes gradients of weights later.
+    """Freezes layers before a split backward (`schedule="zero_bubble"`)
+
+    It computes gradients of weights later.
     """
 
     arguments: ClassVar = {"schedule": "zero_bubble"}
@@ -157,7 +158,7 @@ class ScalesGradients(_Manual):
 
 
 class LooksAtGradients(Row):
-    """Logs the norm of every gradient, before and after the step."""
+    """Logs the norm of every gradient around the step."""
 
     options: ClassVar = {"gradient_clip_val": 0.1}
 
@@ -176,7 +177,7 @@ class LooksAtGradients(Row):
 
 
 class PenalisesWeights(Row):
-    """Adds an L2 penalty over all of `self.parameters()` to the loss."""
+    """An L2 penalty over all of `self.parameters()`."""
 
     shapes = EVERY
     trains = False  # gradients of the penalty arise on the driver, before they go to their owner
@@ -187,15 +188,16 @@ class PenalisesWeights(Row):
 
 
 class PenalisesWeightsWhileAccumulating(PenalisesWeights):
-    """Adds an L2 penalty over all parameters to the loss, with `accumulate_grad_batches=2`."""
+    """An L2 penalty, with `accumulate_grad_batches=2`."""
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
 class PenalisesOneLayer(Row):
-    """Adds a penalty on one layer's weights, and looks at the gradient that network and penalty
-    give together.
+    """Adds a penalty on one layer's weights to the loss.
+
+    It looks at the gradient that network and penalty give together.
     """
 
     trains = False
@@ -208,7 +210,7 @@ class PenalisesOneLayer(Row):
 
 
 class BoundsWeights(Row):
-    """Clamps weights in place after each step, as a Wasserstein GAN does."""
+    """Clamps weights in place after each step (Wasserstein GAN)."""
 
     shapes = EVERY
 
@@ -243,7 +245,7 @@ class ReadsWeights(Row):
 
 
 class GoesBackToBestWeights(Row):
-    """Keeps a copy of the weights, and loads it again in the middle of the run."""
+    """Copies the weights, and loads them again in mid-run."""
 
     def on_train_batch_end(self, output: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 2:
@@ -276,8 +278,9 @@ class _Average(Callback):
 
 
 class AveragesByHand(Row):
-    """A callback keeps an exponential average of all weights, and exchanges the weights for it
-    during validation.
+    """A callback keeps an exponential average of weights, for validation.
+
+    It exchanges the weights for it.
     """
 
     def trainer_options(self, folder: Any) -> dict[str, Any]:
@@ -296,9 +299,7 @@ class AveragesByHand(Row):
 
 
 class LooksAtOptimizerState(Row):
-    """Saves the optimizer's `state_dict()` in the middle of the run, changes it, and loads it
-    again.
-    """
+    """Saves, changes and loads the optimizer's `state_dict()` in mid-run."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         optimizer = self.optimizers().optimizer
@@ -311,9 +312,7 @@ class LooksAtOptimizerState(Row):
 
 
 class AddsGroups(Row):
-    """Unfreezes the first layer in the middle of an epoch, and gives it to the optimizer as a new
-    parameter group.
-    """
+    """Unfreezes a layer in mid-epoch, as a new parameter group."""
 
     sampled = True
     shapes = EVERY
@@ -331,8 +330,9 @@ class AddsGroups(Row):
 
 
 class ChangesSettings(Row):
-    """Changes attributes of layers in the middle of the run: a slope, a switch, and a number that
-    the network's own code uses.
+    """Changes attributes of layers in mid-run.
+
+    A slope, a switch, and a number that the network's own code uses.
     """
 
     class Net(Layers):
@@ -355,7 +355,7 @@ class ChangesSettings(Row):
 
 
 class ResetsStatistics(Row):
-    """Replaces the buffers and the momentum of a batch normalisation in the middle of a run."""
+    """Replaces buffers and momentum of a batch normalisation in mid-run."""
 
     shares = True
 
@@ -396,8 +396,9 @@ class ResetsStatistics(Row):
 
 
 class ResetsStatisticsOfWhatRunsHere(ResetsStatistics):
-    """Replaces buffers and momentum of a batch normalisation while the network cannot be captured
-    any more and runs on the driver.
+    """Replaces buffers of a batch normalisation of a network that cannot be captured any more.
+
+    The network runs on the driver.
     """
 
     def reset(self, norm: nn.BatchNorm1d) -> None:
@@ -407,7 +408,7 @@ class ResetsStatisticsOfWhatRunsHere(ResetsStatistics):
 
 
 class StartsAgain(Row):
-    """Gives a layer new random weights in the middle of the run."""
+    """Gives a layer new random weights in mid-run."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == 3:
@@ -429,8 +430,9 @@ class CallsAPartOfTheNetwork(Row):
 
 
 class WeighsLossesByTheirGradients(Row):
-    """Weighs two losses by their gradients with respect to one weight of each stage, by
-    `torch.autograd.grad(loss, weight)`, as VQGAN does. Each such call runs a backward through all
+    """Weighs losses by `torch.autograd.grad(loss, weight)`, as VQGAN does.
+
+    It has two losses, and one weight of each stage. Each such call runs a backward through all
     stages.
     """
 
@@ -449,17 +451,16 @@ class WeighsLossesByTheirGradients(Row):
 
 
 class WeighsLossesWhileAccumulating(WeighsLossesByTheirGradients):
-    """Weighs losses by `torch.autograd.grad(loss, weight)` while gradients of earlier batches are
-    accumulated: these are neither in the result nor lost.
+    """Weighs losses by their gradients while gradients accumulate.
+
+    It calls `torch.autograd.grad(loss, weight)`. These are neither in the result nor lost.
     """
 
     options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 
 class ChoosesWhatGetsGradients(_Manual):
-    """Calls `backward(inputs=weights)`, and puts the gradients of two losses together by hand
-    (PCGrad).
-    """
+    """`backward(inputs=weights)`, and gradients combined by hand (PCGrad)."""
 
     sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # `ddp` averages nothing of `autograd.grad`
@@ -483,7 +484,7 @@ class ChoosesWhatGetsGradients(_Manual):
 
 
 class GrowsItsLastLayer(Row):
-    """Enlarges the last layer by one class in the middle of a fit, and makes a new optimizer."""
+    """Adds a class to the last layer in mid-fit, with a new optimizer."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False  # `ddp` refuses parameters that it does not know
@@ -512,8 +513,9 @@ class _Evaluates(Row):
 
 
 class AdaptsStatisticsInPredict(_Evaluates):
-    """Keeps the network in training mode during `predict`, so that batch statistics follow the
-    data; they stay on all ranks.
+    """`predict` in training mode, so that batch statistics follow the data.
+
+    They stay on all ranks.
     """
 
     microbatches = 1
@@ -534,8 +536,10 @@ class AdaptsStatisticsInPredict(_Evaluates):
 
 
 class CountsInPredict(_Evaluates):
-    """Counts in buffers of the first and of the last stage during `predict`, in inference mode; the
-    counts stay on all ranks. (With several replicas all have those of the first one.)
+    """Counts in buffers during `predict`, in inference mode.
+
+    They are in the first and in the last stage. The counts stay on all ranks. (With several
+    replicas all have those of the first one.)
     """
 
     # of several replicas, afterwards all have the buffers of the first; under `ddp` each its own
@@ -566,9 +570,7 @@ class CountsInPredict(_Evaluates):
 
 
 class ChangesWeightsInAnEvaluation(_Evaluates):
-    """Changes the weights of the last layer in place during an evaluation; they stay on all ranks
-    as they are then.
-    """
+    """Changes weights in place during an evaluation. They stay on all ranks as they are then."""
 
     sampled = True
 
@@ -610,8 +612,9 @@ class LooksAtGradientsAfterwards(Row):
 
 
 class LooksAtOptimizerStatesAfterwards(Row):
-    """The script reads all optimizer states after a fit and goes on by hand. Rank 0 has all; a
-    later run begins with its own.
+    """Reads all optimizer states after a fit.
+
+    It goes on by hand. Rank 0 has all; a later run begins with its own.
     """
 
     fast = True
@@ -635,8 +638,9 @@ class LooksAtOptimizerStatesAfterwards(Row):
 
 
 class LooksAtOptimizerStatesAfterAnEvaluation(LooksAtOptimizerStatesAfterwards):
-    """The script reads optimizer states after an evaluation by the Trainer that has fitted, which
-    still has its optimizers.
+    """Reads optimizer states after an evaluation behind a fit.
+
+    The Trainer still has its optimizers.
     """
 
     def exercise(self, run: Any) -> Any:

@@ -193,7 +193,7 @@ class SavesOnlyOnException(_RaisesLate):
 
 
 class StopsEarly(_Epochs):
-    """`EarlyStopping` ends the run in the same epoch as on one device."""
+    """`EarlyStopping` ends the run in the same epoch."""
 
     sampled = True
     options: ClassVar = {**EPOCHS, "max_epochs": 10}
@@ -226,8 +226,10 @@ class WatchesLearningRate(_Epochs):
 
 
 class UnfreezesBackbone(_Epochs):
-    """`BackboneFinetuning` freezes layers at first and adds them to the optimizer in the second
-    epoch. With replicas, unlike under `ddp`, what was frozen at first is averaged over them too.
+    """`BackboneFinetuning` unfreezes layers in the second epoch.
+
+    It adds them to the optimizer. With replicas, unlike under `ddp`, what was frozen at first is
+    averaged over them too.
     """
 
     # plain `ddp` does not average what was frozen when it began: its replicas drift apart
@@ -280,9 +282,7 @@ class FindsLearningRate(_Tuned):
 
 
 class TunesLearningRate(_Tuned):
-    """`Tuner.lr_find` looks for a learning rate, leaves the loop by an exception, and the same
-    Trainer trains then.
-    """
+    """`Tuner.lr_find`, then a fit by the same Trainer. It leaves the loop by an exception."""
 
     options: ClassVar = {**EPOCHS, "use_distributed_sampler": True}
     control = False
@@ -310,9 +310,7 @@ class FindsBatchSize(_Tuned):
 
 
 class TunesBatchSize(_Tuned):
-    """`Tuner.scale_batch_size` looks for a batch size of `fit`, `validate` and `predict`, with one
-    replica.
-    """
+    """`Tuner.scale_batch_size` of `fit`, `validate` and `predict`, with one replica."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     control = False
@@ -372,8 +370,9 @@ class _Counts(Callback):
 
 
 class CountsParameters(_Epochs):
-    """`ModelSummary` and `RichModelSummary` show the whole network on every rank, at the start and
-    in the middle of a run.
+    """`ModelSummary` and `RichModelSummary` show the whole network on every rank.
+
+    They do so at the start and in mid-run.
     """
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -399,9 +398,7 @@ class ShowsProgress(_Epochs):
 
 
 class HasTimers(_Epochs):
-    """Two `Timer` callbacks, one that stops the run after its first step, and one that
-    lets it end.
-    """
+    """`Timer` callbacks, one of which stops the run."""
 
     def exercise(self, run: Run) -> Any:
         short = Timer(timedelta(microseconds=1), interval="step")
@@ -427,8 +424,10 @@ class UsesSmallCallbacks(_Epochs):
 
 
 class MonitorsThroughputAndDevices(_Epochs):
-    """`ThroughputMonitor` and `DeviceStatsMonitor`: names and number of the values are those of one
-    device, the values are times. Devices of workers are not logged.
+    """`ThroughputMonitor` and `DeviceStatsMonitor`.
+
+    Names and number of the values are those of one device; the values are times. Devices of workers
+    are not logged.
     """
 
     def exercise(self, run: Run) -> Any:
@@ -443,8 +442,9 @@ class MonitorsThroughputAndDevices(_Epochs):
 
 
 class GoesOnAfterFit(_Epochs):
-    """`validate`, `test`, `predict` and a second Trainer after `fit` find the callbacks as they
-    were left.
+    """`validate`, `test`, `predict` and a second Trainer after `fit`.
+
+    They find the callbacks as they were left.
     """
 
     def callbacks(self, folder: Path) -> list[Callback]:
@@ -472,9 +472,7 @@ class GoesOnAfterFit(_Epochs):
 
 
 class SavesAfterFit(_Epochs):
-    """`trainer.save_checkpoint` after `fit` writes what one device writes, and a run goes on from
-    it.
-    """
+    """`trainer.save_checkpoint` after `fit`, and a run that goes on from it."""
 
     options: ClassVar = {**EPOCHS, "max_epochs": 2}
 

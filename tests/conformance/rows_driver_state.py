@@ -25,7 +25,7 @@ class _Scaled(Row):
 
 
 class SetsAnAttributeWhenFitStarts(_Scaled):
-    """Sets an attribute of the network in `on_fit_start`, which only drivers run."""
+    """Sets an attribute of the network in `on_fit_start`."""
 
     shapes = EVERY
 
@@ -34,9 +34,7 @@ class SetsAnAttributeWhenFitStarts(_Scaled):
 
 
 class SetsATensorWhenTrainingStarts(_Scaled):
-    """Computes statistics of the data from the loader in `on_train_start` and keeps them as a
-    tensor that the network reads.
-    """
+    """Computes a tensor from the loader in `on_train_start`, which the network reads."""
 
     def on_train_start(self) -> None:
         samples = torch.cat([x for x, _ in self.trainer.train_dataloader])
@@ -59,9 +57,7 @@ class SetsAnAttributeInACallback(_Scaled):
 
 
 class RegistersABufferInAHook(_Scaled):
-    """Registers a buffer of the network in a hook that only drivers run, so that the modules of
-    workers lack it.
-    """
+    """Registers a buffer in a hook that only drivers run. The modules of workers lack it."""
 
     equal_or_refused = ("scale",)
     works = EVERY
@@ -71,8 +67,9 @@ class RegistersABufferInAHook(_Scaled):
 
 
 class AddsALayerInAHook(Row):
-    """Adds a layer in a hook that only drivers run, after the optimizers were made. Its parameters
-    are trained on the driver.
+    """Adds a layer in a hook that only drivers run.
+
+    The optimizers were made before. Its parameters are trained on the driver.
     """
 
     sampled = True
@@ -136,8 +133,9 @@ class UpdatesAMetricFirst(Row):
 
 
 class ReadsTheNumberOfBatches(UpdatesAMetricFirst):
-    """The network reads `self.trainer.num_training_batches` and the loader, which are known on
-    drivers alone.
+    """The network reads `self.trainer.num_training_batches` and the loader.
+
+    Both are known on drivers alone.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,9 +165,7 @@ class FreezesWhenTrainingStarts(Row):
 
 
 class ChangesModesInAHook(Row):
-    """Puts a part of the network into evaluation mode before each step, so that it drops
-    nothing.
-    """
+    """Puts a part of the network into evaluation mode before each step."""
 
     cuts: ClassVar = {2: ["net.3"]}
 
@@ -183,9 +179,7 @@ class ChangesModesInAHook(Row):
 
 
 class DefinesAnOperatorInAHook(Row):
-    """Calls an operator that a hook has registered on the driver alone: register it where every
-    rank does.
-    """
+    """An operator that a hook registers on the driver alone: register it on all ranks."""
 
     equal_or_refused = ("late::double",)
 
@@ -212,7 +206,7 @@ class DefinesAnOperatorInAHook(Row):
 
 
 class FailsBeforeItsStages(Row):
-    """The network raises an error of its own in its first call: all ranks end with that error."""
+    """The network raises an error in its first call: all ranks end with that error."""
 
     fast = True
     refused = ("ValueError", "no scale was chosen")

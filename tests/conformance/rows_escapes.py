@@ -18,7 +18,7 @@ EVERY = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
 
 
 class KeepsFeatures(Row):
-    """Forward hooks on layers of all stages keep what they return, and the loss uses it."""
+    """Forward hooks keep what layers return, and the loss uses it."""
 
     sampled = True
     shapes = EVERY
@@ -68,7 +68,7 @@ class KeepsInputsOfALayer(Row):
 
 
 class KeepsFeaturesWhenFitStarts(KeepsFeatures):
-    """Forward hooks are put on in `on_fit_start`, which only drivers run."""
+    """`on_fit_start`, which only drivers run, adds forward hooks."""
 
     def build(self) -> None:
         self.net, self.features = Layers(), {}
@@ -79,7 +79,7 @@ class KeepsFeaturesWhenFitStarts(KeepsFeatures):
 
 
 class AddsAHookForAWhile(KeepsFeatures):
-    """Puts a forward hook on in the middle of the run, and takes it away again."""
+    """Adds a forward hook in mid-run and removes it again."""
 
     def build(self) -> None:
         self.net, self.features = Layers(), {}
@@ -93,9 +93,7 @@ class AddsAHookForAWhile(KeepsFeatures):
 
 
 class HooksChangeValues(Row):
-    """In each stage a pre-hook changes what a layer gets, and a hook with keywords what
-    it returns.
-    """
+    """Hooks before and behind layers change inputs and outputs."""
 
     fast = True
 
@@ -135,7 +133,7 @@ class HooksTheNetwork(Row):
 
 
 class HooksAllModules(Row):
-    """A hook on every module of the process, by `register_module_forward_hook`."""
+    """`register_module_forward_hook`: a hook on all modules."""
 
     def exercise(self, run: Run) -> Any:
         self.sums: list[Tensor] = []
@@ -217,7 +215,7 @@ class HooksATensor(Row):
 
 
 class HooksWeights(Row):
-    """Hooks on weights of each stage scale their gradients and look at them."""
+    """Hooks on weights scale their gradients and look at them."""
 
     def build(self) -> None:
         super().build()
@@ -259,7 +257,7 @@ class ClampsSumsOfGradients(Row):
 
 
 class HearsOfTwoCallsTogether(ClampsGradientsInHooks):
-    """A hook on a weight hears of the sum of what two calls of the network and a penalty give."""
+    """A hook on a weight gets the sum of two calls and a penalty."""
 
     shapes = EVERY
     trains = False  # that of the penalty arises on the driver
@@ -270,8 +268,9 @@ class HearsOfTwoCallsTogether(ClampsGradientsInHooks):
 
 
 class StepsInTheBackward(Row):
-    """Each weight has an optimizer of its own, which steps in a hook and forgets the gradient as
-    soon as it is there.
+    """Each weight has its own optimizer, which steps in a hook.
+
+    It forgets the gradient as soon as it is there.
     """
 
     sampled = True
@@ -297,8 +296,8 @@ class StepsInTheBackward(Row):
 
 
 class HooksWeightsLater(Row):
-    """Puts hooks on weights in a hook of Lightning that only drivers run, although another rank
-    owns the weight: do it in `__init__` or `setup`.
+    """Hooks on weights of other ranks, put on in a hook of Lightning that only drivers run: use
+    `__init__` or `setup`.
     """
 
     refused = ("A hook was put on parameter 'net.first.weight' in the middle of a run",)
@@ -319,7 +318,7 @@ class LooksWhereItLooked(Row):
     def build(self) -> None:
         super().build()
         first: Any = nn.Sequential(
-            *(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
         )
         self.net.first = first
         self.net.second.register_forward_hook(self.keep)
@@ -337,8 +336,9 @@ class LooksWhereItLooked(Row):
 
 
 class StoresAnAuxiliaryLoss(Row):
-    """A child of each stage keeps an auxiliary loss, a mean over the batch, as an attribute, as
-    mixtures of experts do.
+    """Layers store auxiliary losses as attributes, as mixtures of experts do.
+
+    Each is a mean over the batch.
     """
 
     sampled = True
@@ -372,7 +372,7 @@ class StoresAnAuxiliaryLoss(Row):
 
 
 class AddsUpLosses(Row):
-    """`forward` adds to `self.aux_loss`, and each step sets it to zero."""
+    """`forward` adds to `self.aux_loss`, which each step clears."""
 
     cuts: ClassVar = {2: ["second"], 3: ["second", "third"]}
 
@@ -392,7 +392,7 @@ class AddsUpLosses(Row):
 
 
 class StoresAttention(Row):
-    """Each layer keeps its attention map as an attribute, and the steps look at it."""
+    """Layers store their attention maps, and the steps look at them."""
 
     cuts: ClassVar = {2: ["net.layers.1"]}
 
@@ -500,7 +500,7 @@ class CountsOnTheClass(Row):
 
 
 class PrintsInTrainingAlone(Row):
-    """Prints in training alone: evaluations are another graph, and run on the driver."""
+    """Prints in training alone: evaluations are another graph, on the driver."""
 
     equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
     works = (ONE_OF_TWO, TWO_OF_TWO)
@@ -523,8 +523,10 @@ class PrintsInTrainingAlone(Row):
 
 
 class PrintsInTrainingWithoutASanityCheck(PrintsInTrainingAlone):
-    """Prints from the network in training alone, without a sanity check: the first validation,
-    which could be one graph, comes when the stages suit the graphs of the training.
+    """Prints in training alone, without a sanity check.
+
+    The first validation, which could be one graph, comes when the stages suit the graphs of the
+    training.
     """
 
     equal_or_refused = ()
@@ -533,7 +535,7 @@ class PrintsInTrainingWithoutASanityCheck(PrintsInTrainingAlone):
 
 
 class Prints(Row):
-    """Prints lines of text from within the network, as often as on one device."""
+    """Prints lines of text from within the network."""
 
     sampled = True
     equal_or_refused = ("print(", "fewer than 3 stages")  # the parts between
@@ -557,7 +559,7 @@ class Prints(Row):
 
 
 class KeepsMessages(Row):
-    """A method of the network keeps messages with numbers in them in a list."""
+    """A method of the network keeps messages with numbers in a list."""
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -583,7 +585,7 @@ class KeepsMessages(Row):
 
 
 class WritesIntoADictionary(Row):
-    """The network writes into a dictionary that the caller has passed in and reads afterwards."""
+    """The network writes into a dictionary of the caller."""
 
     class Net(Layers):
         def forward(self, x: Tensor, cache: dict[str, Any]) -> Tensor:
@@ -603,9 +605,7 @@ class WritesIntoADictionary(Row):
 
 
 class ReturnsItsArgument(Row):
-    """The batch goes through the network as one dictionary, which gets new entries and is returned
-    as the same object.
-    """
+    """The network adds entries to the batch, a dictionary, and returns it."""
 
     class Net(Layers):
         def forward(self, batch: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
@@ -624,7 +624,7 @@ class ReturnsItsArgument(Row):
 
 
 class WritesIntoATensor(Row):
-    """The network normalises the batch in place, and the user's code goes on with it."""
+    """The network normalises the batch in place."""
 
     fast = True
 
@@ -643,9 +643,7 @@ class WritesIntoATensor(Row):
 
 
 class AppendsToTheCallersList(Row):
-    """`forward(x, features)` appends what each layer makes to the caller's list, as perceptual
-    losses do.
-    """
+    """`forward(x, features)` appends to the caller's list, as for perceptual losses."""
 
     class Net(Layers):
         def forward(self, x: Tensor, features: list[Tensor]) -> Tensor:
@@ -692,7 +690,7 @@ class ReturnsItsWeights(Row):
 
 
 class HasAForwardOfItsOwn(Row):
-    """The instance has a `forward` of its own, which is not that of its class."""
+    """The instance has a `forward` that its class has not."""
 
     def build(self) -> None:
         super().build()
@@ -704,7 +702,7 @@ class HasAForwardOfItsOwn(Row):
 
 
 class PatchesALayer(Row):
-    """`forward` of one layer in each stage is wrapped, once by a closure and once by a method."""
+    """`forward` of layers is wrapped by a closure and by a method."""
 
     def build(self) -> None:
         super().build()
@@ -718,7 +716,7 @@ class PatchesALayer(Row):
 
 
 class PatchesALayerInMidRun(Row):
-    """Wraps `forward` of a layer in the middle of the run, and puts it back."""
+    """Wraps `forward` of a layer in mid-run, and puts it back."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.trainer.global_step == 2:
@@ -729,7 +727,7 @@ class PatchesALayerInMidRun(Row):
 
 
 class ChangesItsClass(Row):
-    """A layer becomes one of another class with the same weights, as quantisation does."""
+    """A layer changes its class and keeps its weights, as in quantisation."""
 
     class Rounded(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -758,9 +756,7 @@ class CallsAnotherMethod(Row):
 
 
 class StopsInTheMiddle(Row):
-    """A hook leaves the network by an exception once it has the features, and the user's code
-    catches it.
-    """
+    """A hook leaves the network by an exception, which the user's code catches."""
 
     sampled = True
     equal_or_refused = ("Enough",)

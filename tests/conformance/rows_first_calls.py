@@ -38,9 +38,7 @@ class _Sizes(_Net):
 
 
 class ChecksSanityWithOneSample(_Evaluated):
-    """The first call of the network, in the sanity check, is on one sample and without
-    gradients.
-    """
+    """The first call has one sample and no gradients (sanity check)."""
 
     sampled = True
     shapes = EVERY
@@ -67,8 +65,9 @@ class ValidatesItselfAndTrainsItsNetwork(_Evaluated):
 
 
 class TrainsPartsOfWhatItValidates(_Evaluated):
-    """Validation calls a whole network, training calls its two parts one by one, and a hook calls
-    the whole without gradients before.
+    """Validation calls the whole network, training its two parts.
+
+    A hook calls the whole without gradients before.
     """
 
     shapes = EVERY
@@ -100,8 +99,9 @@ class TrainsPartsOfWhatItValidates(_Evaluated):
 
 
 class TrainsAPartFirst(_Evaluated):
-    """The first two steps train an encoder alone, the next ones the whole around it. The encoder
-    stays as it was cut, and the rest runs on the driver.
+    """Two steps train an encoder alone, the next ones all.
+
+    The encoder stays as it was cut, and the rest runs on the driver.
     """
 
     sampled = True
@@ -135,7 +135,7 @@ class TrainsOnOneSample(_Sizes):
 
 
 class StartsWithOneSample(_Sizes):
-    """The first batch has one sample, later ones have up to four."""
+    """The first batch has one sample, later ones more."""
 
     fast = True
     shapes = EVERY
@@ -161,8 +161,9 @@ class PredictsOneSample(_Evaluated):
 
 
 class NormalizesBatchesAfterOneSample(_Evaluated):
-    """Batch norm, which needs two samples in training, sees one sample in the sanity check, in
-    `eval` mode.
+    """Batch norm after a sanity check on one sample.
+
+    The sanity check runs in `eval` mode, and batch norm needs two samples in training.
     """
 
     cuts: ClassVar = {2: ["net.3"]}
@@ -177,16 +178,14 @@ class NormalizesBatchesAfterOneSample(_Evaluated):
 
 
 class OneSampleWithoutABatch(_Net):
-    """Calls the network sample by sample, on vectors without a batch dimension."""
+    """Calls the network on single vectors, without a batch dimension."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([cross_entropy(self.net(a), b) for a, b in zip(x, y)]).mean()
 
 
 class OneImageWithoutABatch(_Net):
-    """Calls the network on a whole batch at first and on single images without a batch dimension
-    later.
-    """
+    """Calls the network on a batch, later on single images."""
 
     cuts: ClassVar = {2: ["net.second"]}
 
@@ -224,9 +223,7 @@ class MorePartsThanSamples(_Sizes):
 
 
 class AveragesPartsOfUnequalSize(_Sizes):
-    """A mean over the batch is made within the network, and the micro-batches are of
-    unequal sizes.
-    """
+    """A mean over the batch in the network, with unequal micro-batches."""
 
     sizes = (5, 3, 5)
     microbatches = 2
@@ -245,9 +242,7 @@ class AveragesPartsOfUnequalSize(_Sizes):
 
 
 class SupportsAsManyAsTheBatch(_Sizes):
-    """A support set, which is as long as the first batch, is passed beside it and belongs to all
-    samples.
-    """
+    """A support set for all samples is as long as the first batch."""
 
     shares = True
 
@@ -264,7 +259,7 @@ class SupportsAsManyAsTheBatch(_Sizes):
 
 
 class MasksAsLongAsTheBatch(_Sizes):
-    """An attention mask over four positions is passed beside batches of four samples."""
+    """An attention mask is as long as the batch."""
 
     sizes = (4, 4, 3, 2, 4, 5)
     cuts: ClassVar = {2: ["net.head"]}
@@ -288,7 +283,7 @@ class MasksAsLongAsTheBatch(_Sizes):
 
 
 class PositionsAsManyAsTheBatch(_Sizes):
-    """A table of positions with as many rows as the batch has samples is an argument."""
+    """A table of positions has as many rows as the batch."""
 
     sizes = (4, 4, 2, 3)
     cuts: ClassVar = {2: ["net.second"]}
@@ -308,7 +303,7 @@ class PositionsAsManyAsTheBatch(_Sizes):
 
 
 class HasTheBatchSecond(_Sizes):
-    """Sequences come as (time, batch, features), with four steps and four samples at first."""
+    """Sequences come as (time, batch, features), with as many steps as samples."""
 
     shapes = EVERY
     sizes = (4, 4, 3, 4, 2, 5)
@@ -330,7 +325,7 @@ class HasTheBatchSecond(_Sizes):
 
 
 class HasSquareOutputs(_Net):
-    """The network compares every sample with every other and returns a (batch, batch) matrix."""
+    """The network returns a (batch, batch) matrix of comparisons."""
 
     shapes = EVERY
 
@@ -344,9 +339,7 @@ class HasSquareOutputs(_Net):
 
 
 class SqueezesOutputs(_Sizes):
-    """Calls `squeeze()` without a dimension, which takes the batch dimension of a single sample
-    too.
-    """
+    """`squeeze()` without a dimension. It takes the batch dimension of a single sample too."""
 
     sampled = True
     sizes = (4, 2, 3, 1, 4, 2)
@@ -360,7 +353,7 @@ class SqueezesOutputs(_Sizes):
 
 
 class FlattensTheBatch(_Net):
-    """Outputs have all samples in one long row, or several rows for each sample."""
+    """Outputs have all samples in one row, or several rows per sample."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
@@ -387,7 +380,7 @@ class FoldsTimeIntoTheBatch(_Net):
 
 
 class TakesTwoViewsAsOneBatch(_Net):
-    """Two views are concatenated to one batch by the user, and taken apart within the network."""
+    """Two views are concatenated to one batch, and split in the network."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -399,9 +392,7 @@ class TakesTwoViewsAsOneBatch(_Net):
 
 
 class TakesLengths(_Net):
-    """Items of all samples come in one tensor, and a list of numbers says how many each
-    sample has.
-    """
+    """All samples in one tensor, with a list of their lengths."""
 
     class Net(Layers):
         def forward(self, x: Tensor, lengths: list[int]) -> Tensor:  # type: ignore[override]
@@ -430,9 +421,7 @@ class _Meets(_Net):
 
 
 class CentersTheBatch(_Meets):
-    """The network subtracts the mean of the batch and divides by its deviation. The batch stays
-    whole.
-    """
+    """The network standardises the batch by its mean and deviation. The batch stays whole."""
 
     sampled = True
     shapes = EVERY
@@ -508,8 +497,9 @@ class NumbersTheSamples(_Meets):
 
 
 class MeetsThroughAGate(_Meets):
-    """Samples meet behind a gate that is zero at first, so that no comparison of values would show
-    it. The batch stays whole.
+    """Samples meet behind a gate that is zero at first.
+
+    No comparison of values would show it. The batch stays whole.
     """
 
     fast = True
@@ -534,7 +524,7 @@ class MeetsInTrainingOnly(_Meets):
 
 
 class MixesInTrainingOnly(_Meets):
-    """Manifold mixup with a permutation that the network draws, in training mode only."""
+    """Manifold mixup in training mode, by a permutation that the network draws."""
 
     per_microbatch = True
     parts = 1

@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from suite import ONE_OF_THREE, ONE_OF_TWO, Layers, Row
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
+
+from lightning_hybrid import Plan
+from lightning_hybrid.planning import planner
 
 
 class GoesBackInsideOfItsCall(Row):
@@ -56,7 +60,7 @@ class AccumulatesWhatIsAside(GoesBackInsideOfItsCall):
 
 
 class SkipsWhatIsAside(GoesBackInsideOfItsCall):
-    """`training_step` returns `None` every other time, after the call of the network."""
+    """`training_step` returns `None` every other time, after the call."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # Lightning allows that on one device alone
 
@@ -101,6 +105,113 @@ class RecomputesInside(GoesBackInsideOfItsCall):
     """`recompute=True` beside it."""
 
     arguments: ClassVar = {"schedule": "1f1b", "recompute": True}
+
+
+class LoopsInside(GoesBackInsideOfItsCall):
+    """A plan whose devices have two stages in turn: interleaved."""
+
+    fast = True
+    shapes = (ONE_OF_TWO,)
+    arguments: ClassVar = {
+        "plan": Plan(
+            replicas=1,
+            stages=4,
+            microbatches=4,
+            schedule="1f1b",
+            cuts=("second", "last.0", "last.1"),
+            devices=(1, 0, 1, 0),
+        )
+    }
+
+    class Net(GoesBackInsideOfItsCall.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(2)])
+
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            logits = self.last(Layers.forward(self, x))
+            return cross_entropy(logits, y, ignore_index=0), logits
+
+
+class SplitsInside(GoesBackInsideOfItsCall):
+    """A plan whose last stage computes the gradients of its weights later, with clipping."""
+
+    fast = True
+    shapes = (ONE_OF_TWO,)
+    options: ClassVar = {"gradient_clip_val": 0.1}
+    arguments: ClassVar = {
+        "plan": Plan(
+            replicas=1, stages=2, microbatches=4, schedule="1f1b", cuts=("second",), split=(1,)
+        )
+    }
+
+
+class SplitsInBfloat16(SplitsInside):
+    """The same with `precision="bf16-mixed"`: both parts run outside of autocast."""
+
+    tolerance = 3e-2  # in bfloat16
+    options: ClassVar = {"precision": "bf16-mixed"}
+
+
+class LearnsItsInputsToo(GoesBackInsideOfItsCall):
+    """What the network gets is computed from a parameter beside it: backwards follow the call."""
+
+    def build(self) -> None:
+        super().build()
+        self.scale = torch.nn.Parameter(torch.ones(6))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, _ = self.net(x * self.scale, y)
+        return loss
+
+
+class ReturnsTwoLosses(GoesBackInsideOfItsCall):
+    """Two losses are returned, and both learn: backwards follow the call."""
+
+    class Net(Layers):
+        def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+            logits = super().forward(x)
+            return cross_entropy(logits, y), mse_loss(logits, torch.zeros_like(logits))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = self.net(x, y)
+        return one + other.sqrt()
+
+
+class PlansWithoutALossInside(GoesBackInsideOfItsCall):
+    """A plan for backwards inside of the call, and a loss that is computed outside."""
+
+    shapes = (ONE_OF_TWO,)
+    arguments: ClassVar = {
+        "plan": Plan(replicas=1, stages=2, microbatches=4, schedule="1f1b", cuts=("second",))
+    }
+
+    def build(self) -> None:
+        self.net = Layers()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.net(x), y)
+
+
+class LetsAutoGoInside(GoesBackInsideOfItsCall):
+    """`schedule="auto"`, where `"1f1b"` is taken to be the fastest."""
+
+    fast = True
+    arguments: ClassVar = {"plan": None}
+
+    def exercise(self, run: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(planner, "MARGIN", -9.0)
+            return super().exercise(run)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss, logits = self.net(x, y)
+        self.kind = type(logits).__name__
+        return loss
+
+    def on_train_end(self) -> None:
+        in_stages = type(self.trainer.strategy).__name__ == "HybridGabraStrategy"
+        assert getattr(self, "kind", "Late") == "Late" or not in_stages
 
 
 class CompilesInside(GoesBackInsideOfItsCall):

@@ -48,9 +48,7 @@ class _Own(Row):
 
 
 class MeasuresItself(_Own):
-    """Metric objects of torchmetrics on the LightningModule, which is the network; logged by
-    object.
-    """
+    """Metric objects of torchmetrics on a LightningModule that is the network. Logged by object."""
 
     shapes = EVERY
 
@@ -92,9 +90,7 @@ class MeasuresInForward(_Own):
 
 
 class MeasuresTrainingAndValidation(_Evaluated):
-    """Metrics of training and validation, in a `ModuleDict` on the LightningModule, which is the
-    network.
-    """
+    """Metrics of training and validation in a `ModuleDict`."""
 
     cuts: ClassVar = _Own.cuts
     captures = 4  # with and without gradients
@@ -134,7 +130,7 @@ class CountsSteps(_Own):
 
 
 class KeepsOutputsOfTheEpoch(_Own):
-    """Lists, dictionaries and queues on the LightningModule grow in each step."""
+    """Lists, dictionaries and queues of the LightningModule grow."""
 
     def build(self) -> None:
         super().build()
@@ -154,9 +150,7 @@ class KeepsOutputsOfTheEpoch(_Own):
 
 
 class KeepsTheBatch(_Own):
-    """Keeps the batch, its number and the last loss as attributes, which `forward` does
-    not read.
-    """
+    """Keeps the batch and the last loss as attributes that `forward` does not read."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batch, self.number = batch, batch_idx
@@ -166,9 +160,7 @@ class KeepsTheBatch(_Own):
 
 
 class ReadsAFloatThatChanges(_Own):
-    """`forward` reads a number that is another one in each step; it becomes an input of
-    the graph.
-    """
+    """`forward` reads a float that changes in each step. It becomes an input of the graph."""
 
     sampled = True
 
@@ -185,9 +177,7 @@ class ReadsAFloatThatChanges(_Own):
 
 
 class ReadsACounter(ReadsAFloatThatChanges):
-    """`forward` reads an integer that is another one in each step; it becomes an input of the
-    graph.
-    """
+    """`forward` reads an integer that changes in each step. It becomes an input of the graph."""
 
     captures = 3  # 0 and 1 are numbers of their own to TorchDynamo
 
@@ -200,7 +190,7 @@ class ReadsACounter(ReadsAFloatThatChanges):
 
 
 class ReadsLengthsThatChange(_Own):
-    """Sequences of another length in each step, for a network without a fixed length."""
+    """Sequences of another length in each step."""
 
     shapes = EVERY
     captures = 3
@@ -223,7 +213,7 @@ class ReadsLengthsThatChange(_Own):
 
 
 class RunsOverLengthsThatChange(ReadsLengthsThatChange):
-    """A recurrent layer over sequences of another length in each step, captured twice."""
+    """A recurrent layer over sequences of another length in each step. It is captured twice."""
 
     def build(self) -> None:
         super().build()
@@ -235,7 +225,7 @@ class RunsOverLengthsThatChange(ReadsLengthsThatChange):
 
 
 class ReadsSizesThatChange(_Own):
-    """Images of another size in each step, for a network without a fixed size."""
+    """Images of another size in each step."""
 
     captures = 3
 
@@ -276,7 +266,7 @@ class LogsInForward(_Own):
 
 
 class KeepsAStateBetweenSteps(_Own):
-    """Carries a hidden state from batch to batch, detached, as in truncated backpropagation."""
+    """Carries a detached hidden state from batch to batch."""
 
     captures = None
     control = True
@@ -305,7 +295,7 @@ class AsksTheTrainerInForward(_Own):
 
 
 class ChecksItsLossWeights(_Own):
-    """A tensor of class weights, an attribute, is changed by what the last step has shown."""
+    """The steps change a tensor of class weights, an attribute."""
 
     captures = None
 

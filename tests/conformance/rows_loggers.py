@@ -142,8 +142,9 @@ class LogsToWandb(_Logs):
 
 
 class LogsPerformance(Row):
-    """`log_performance=True`: the strategy's own values stand where they belong and within their
-    bounds.
+    """`log_performance=True`.
+
+    The strategy's own values stand where they belong and within their bounds.
     """
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)

@@ -42,8 +42,10 @@ class ReturnsTuple(Row):
 
 
 class TakesMetaTensors(Row):
-    """Batches are MONAI's MetaTensors, which carry the description of a scan along. What the
-    network's Python keeps inside are ordinary tensors.
+    """Batches are MONAI's MetaTensors.
+
+    They carry the description of a scan along. What the network's Python keeps inside are ordinary
+    tensors.
     """
 
     needs = "monai"
@@ -61,7 +63,7 @@ class TakesMetaTensors(Row):
 
 
 class ReturnsAScalar(Row):
-    """The network returns a loss that it makes of the whole batch."""
+    """The network returns a loss of the whole batch."""
 
     class Net(Layers):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ class ReturnsAScalar(Row):
 
 
 class CallsOnPart(Row):
-    """Calls the network on a part of the batch, of one size and of another."""
+    """Calls the network on parts of the batch, of two sizes."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         count = 2 + len(self.seen) % 2
@@ -107,8 +109,9 @@ class BuildsInConfigureModel(Row):
 
 
 class ChangesWhatItBuildsBeforeTheFirstCall(BuildsInConfigureModel):
-    """Changes each weight of a network that `configure_model` has made, by hand before the first
-    step: until the cut the driver has them all.
+    """Changes weights from `configure_model` by hand before the first step.
+
+    Until the cut the driver has them all.
     """
 
     def on_fit_start(self) -> None:
@@ -118,7 +121,7 @@ class ChangesWhatItBuildsBeforeTheFirstCall(BuildsInConfigureModel):
 
 
 class HeadStaysOnTheDriver(Row):
-    """Calls a network and then a single layer, each by itself. The layer stays on the driver."""
+    """Calls a network and then a single layer. The layer stays on the driver."""
 
     cuts: ClassVar = {2: ["encoder.2"]}
 
@@ -170,7 +173,7 @@ class TrainsAdversaries(Row):
 
 
 class BackwardTwice(Row):
-    """Keeps the graph by `retain_graph=True`, and the loss goes backward a second time."""
+    """`retain_graph=True`, and a second backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +190,7 @@ class BackwardTwice(Row):
 
 
 class MixesUp(Row):
-    """Mixup before the call of the network, a smoothed and weighted loss after it."""
+    """Mixup before the network, a smoothed and weighted loss behind it."""
 
     control = False  # random numbers
 
@@ -201,7 +204,7 @@ class MixesUp(Row):
 
 
 class LearnsLossWeights(Row):
-    """Two heads, whose losses are weighted by learned uncertainties outside of the network."""
+    """Two heads, with learned loss weights outside of the network."""
 
     sampled = True
     cuts: ClassVar = {2: ["net.heads"]}
@@ -244,7 +247,7 @@ class ActivatesInPlace(Row):
 
 
 class SkipsAcrossStages(Row):
-    """A small U-Net: what the early stage makes is needed by the late one."""
+    """A small U-Net, with a skip connection from the first stage to the last."""
 
     fast = True
     cuts: ClassVar = {2: ["net.middle"], 3: ["net.middle", "net.up"]}
@@ -318,9 +321,7 @@ class NormsWeightsByHooks(Row):
 
 
 class CountsCalls(Row):
-    """Each stage has a buffer that each forward changes and the next one reads. The batch stays
-    whole.
-    """
+    """Each stage has a buffer that every forward changes. The batch stays whole."""
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
     cuts: ClassVar = {2: ["net.1"]}
@@ -343,7 +344,8 @@ class CountsCalls(Row):
 
 
 class KeepsPrototypes(Row):
-    """Each step reads and changes a buffer of the LightningModule itself (codebooks, queues).
+    """Each step changes a buffer of the LightningModule (codebooks, queues).
+
     Replicas take those of replica 0 before each step, as under `ddp`.
     """
 
@@ -358,15 +360,16 @@ class KeepsPrototypes(Row):
 
 
 class KeepsPrototypesWhileAccumulating(KeepsPrototypes):
-    """Changes a buffer in each step while gradients are accumulated: replicas exchange buffers
-    after steps that have exchanged gradients, as under `ddp`.
+    """Changes a buffer in each step while gradients accumulate.
+
+    Replicas exchange buffers after steps that have exchanged gradients, as under `ddp`.
     """
 
     options: ClassVar = {"accumulate_grad_batches": 2}
 
 
 class NormalizesOtherwise(Row):
-    """Instance, group and layer norm, which have no statistics of the batch."""
+    """Instance, group and layer norm."""
 
     cuts: ClassVar = {2: ["net.3"]}
 
@@ -408,8 +411,9 @@ class ReadsSequences(Row):
 
 
 class ScalesByFrequency(ReadsSequences):
-    """`nn.Embedding(scale_grad_by_freq=True)`: samples meet in its backward alone, so the batch
-    stays whole.
+    """`nn.Embedding(scale_grad_by_freq=True)`, whose batch stays whole.
+
+    Samples meet in its backward alone.
     """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE, TWO_OF_TWO)
@@ -424,9 +428,7 @@ class ScalesByFrequency(ReadsSequences):
 
 
 class SmallNetworkComesFirst(Row):
-    """Calls a single layer before the network that is large enough to be cut. The layer stays on
-    the driver.
-    """
+    """Calls a single layer before the large network. The layer stays on the driver."""
 
     cuts: ClassVar = {2: ["net.second"]}
 
@@ -452,13 +454,11 @@ class _AutomaticSizes(Row):
 
 
 class FindsItsSizes(_AutomaticSizes):
-    """Gives the number of replicas and no number of stages: there are as many as a replica has
-    devices.
-    """
+    """The number of stages is left open. There are as many as a replica has devices."""
 
 
 class HasOneLayer(_AutomaticSizes):
-    """Gives no number of stages for a network of one layer: it stays on the driver."""
+    """A network of one layer, with an open number of stages. It stays on the driver."""
 
     idle = True
 
@@ -473,8 +473,9 @@ class HasOneLayer(_AutomaticSizes):
 
 
 class CatchesAnErrorWithOneLayer(HasOneLayer):
-    """The script catches an error of `fit` where nothing could be cut, and finds what was trained
-    until then on all ranks.
+    """The script catches an error of `fit` where nothing could be cut.
+
+    It finds what was trained until then on all ranks.
     """
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -521,8 +522,9 @@ class TiesAcrossStages(Row):
 
 
 class TiesAcrossStagesOfConfigureModel(TiesAcrossStages):
-    """One matrix is used in every stage, of a network that is made in `configure_model`: the ranks
-    that use it have copies, and the network is whole on none.
+    """Tied weights of a network that is made in `configure_model`.
+
+    The ranks that use it have copies, and the network is whole on none.
     """
 
     sampled = True
@@ -537,8 +539,10 @@ class TiesAcrossStagesOfConfigureModel(TiesAcrossStages):
 
 
 class FitsAgainInConfigureModel(TiesAcrossStagesOfConfigureModel):
-    """The same, where the stage in the middle does not use the matrix, with a table of positions
-    and a number as buffers. Another module is fitted after it, then a new Trainer fits it again.
+    """Tied weights that the middle stage does not use, in ``configure_model``, fitted twice.
+
+    The network also has a table of positions and a number as buffers. Another module is fitted
+    after it, then a new Trainer fits it again.
     """
 
     sampled = True
@@ -570,7 +574,7 @@ class TiesAcrossStagesAndAccumulates(TiesAcrossStages):
 
 
 class HooksATiedWeight(TiesAcrossStages):
-    """A hook on a weight that all stages use hears of the sum of their gradients."""
+    """A hook on a tied weight gets the sum of its gradients."""
 
     def build(self) -> None:
         super().build()
@@ -578,8 +582,10 @@ class HooksATiedWeight(TiesAcrossStages):
 
 
 class AdaptsFrozenLayers(Row):
-    """Frozen layers with small trained ones beside them (LoRA), under re-entrant activation
-    checkpointing, for which a hook has the output of the first layer require gradients.
+    """LoRA under re-entrant activation checkpointing.
+
+    Frozen layers have small trained ones beside them, and a hook makes the output of the first
+    layer require gradients.
     """
 
     fast = True
@@ -622,7 +628,10 @@ class AdaptsFrozenLayers(Row):
 
 
 class AdaptsFrozenLayersOfConfigureModel(AdaptsFrozenLayers):
-    """The same, made in `configure_model`: the frozen network is whole on no rank."""
+    """LoRA of a network that is made in `configure_model`.
+
+    The frozen network is whole on no rank.
+    """
 
     sampled = True
     gathered = True
@@ -659,8 +668,9 @@ class TiesWeights(Row):
 
 
 class LendsWeights(Row):
-    """`torch.func.functional_call` of the network on other weights, after a usual call: a step
-    ahead (MAML) and a running mean. Such calls run on the driver.
+    """`torch.func.functional_call` with other weights, after a usual call.
+
+    A step ahead (MAML) and a running mean. Such calls run on the driver.
     """
 
     sampled = True
@@ -681,9 +691,7 @@ class LendsWeights(Row):
 
 
 class LendsWeightsAtFirst(LendsWeights):
-    """The first call of the network is a `functional_call` on weights that another network has
-    made.
-    """
+    """The first call is a `functional_call` on weights that another network makes."""
 
     def build(self) -> None:
         self.net, self.other = Layers(), nn.ModuleDict({"net": Layers()})
@@ -695,8 +703,9 @@ class LendsWeightsAtFirst(LendsWeights):
 
 
 class TransformsTheNetwork(Row):
-    """`torch.func.jvp`, `vmap` and `jacrev` over the network, and a call with dual numbers. They
-    run on the driver.
+    """`torch.func.jvp`, `vmap` and `jacrev` over the network, and dual numbers.
+
+    They run on the driver.
     """
 
     sampled = True
@@ -713,7 +722,8 @@ class TransformsTheNetwork(Row):
 
 
 class CountsOperations(Row):
-    """Calls the network under `FlopCounterMode` and under a mode that doubles what layers give.
+    """Calls under `FlopCounterMode`, and under a mode that doubles outputs of layers.
+
     They run on the driver.
     """
 

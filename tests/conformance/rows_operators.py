@@ -53,9 +53,7 @@ class RaisesToPowers(_Between):
 
 
 class ReflectsOperators(_Between):
-    """Numbers on the left of an operator, floor division, remainders, comparisons that are used as
-    numbers.
-    """
+    """Numbers on the left of an operator, floor division, remainders, comparisons as numbers."""
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -69,7 +67,7 @@ class ReflectsOperators(_Between):
 
 
 class SumsBooleans(_Between):
-    """Counts the true entries of a mask, per sample, and combines masks."""
+    """Counts true entries per sample, and combines masks."""
 
     class Net(_Between.Net):
         def between(self, x: Tensor) -> Tensor:
@@ -124,8 +122,9 @@ class ViewsAndCopies(_Between):
 
 
 class DependsOnTheOrderInMemory(_Between):
-    """Tensors cross cuts whose numbers lie in another order, with gaps, or negated when read. They
-    arrive with their strides.
+    """Tensors at a cut are permuted, have gaps, or are negated in memory.
+
+    They arrive with their strides.
     """
 
     sampled = True
@@ -257,7 +256,7 @@ class StopsGradients(_Between):
 
 
 class LeavesGradModes(_Between):
-    """A region without gradients begins before a cut and ends behind it."""
+    """A region without gradients spans a cut."""
 
     cuts: ClassVar = {2: ["net.second"], 3: ["net.second", "net.third"]}
     trains = False  # the head alone has gradients
@@ -274,9 +273,7 @@ class LeavesGradModes(_Between):
 
 
 class HasAutocastInside(_Between):
-    """A part of the network runs in lower precision by `autocast`, another one is kept
-    out of it.
-    """
+    """A part of the network runs under `autocast`, another is kept out of it."""
 
     tolerance = 1e-6
     per_microbatch = True  # a gradient in half precision is rounded once for each
@@ -298,7 +295,7 @@ class HasAutocastInside(_Between):
 
 
 class MapsOverSamples(_Between):
-    """`torch.vmap` of a layer, and of a function with a parameter of its own."""
+    """`torch.vmap` of a layer, and of a function with a parameter."""
 
     sampled = True
 
@@ -399,9 +396,7 @@ class DifferentiatesForward(_Between):
 
 
 class CheckpointsItsBlocks(_Between):
-    """Activation checkpointing of each block, over several blocks, and in the older
-    reentrant way.
-    """
+    """Activation checkpointing of blocks, also in the older reentrant way."""
 
     # `ddp` takes no reentrant ones beside unused parameters
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -463,7 +458,7 @@ class HasDistributions(_Between):
 
 
 class DrawsFromDistributions(_Between):
-    """`rsample` of a normal and a relaxed categorical choice, as in a variational autoencoder."""
+    """`rsample` of normal and relaxed categorical distributions, as in variational autoencoders."""
 
     per_microbatch = True
     control = False
@@ -542,7 +537,7 @@ class TakesANumberOut(_Between):
 
 
 class BranchesOnAValue(_Between):
-    """An `if` on a sum, which goes both ways in the course of the run."""
+    """An `if` on a sum of values."""
 
     equal_or_refused = ("rows_operators.py",)
 
@@ -554,7 +549,7 @@ class BranchesOnAValue(_Between):
 
 
 class LoopsUntilItConverges(_Between):
-    """A fixed point iteration with as many rounds as the values need."""
+    """A fixed point iteration, whose length depends on values."""
 
     equal_or_refused = ("rows_operators.py",)
 
@@ -569,9 +564,7 @@ class LoopsUntilItConverges(_Between):
 
 
 class FindsNonzero(_Between):
-    """Only rows with a positive first feature go through a layer, found by `nonzero`. The batch
-    stays whole.
-    """
+    """A layer takes only the rows that `nonzero` finds. The batch stays whole."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -704,9 +697,7 @@ class HasAnLSTM(_Between):
 
 
 class UnrollsACell(_Between):
-    """A recurrent cell in a Python loop over the time steps, with a state that is made in
-    `forward`.
-    """
+    """A recurrent cell in a Python loop over time. Its state is made in `forward`."""
 
     cuts: ClassVar = {2: ["net.head"]}
 

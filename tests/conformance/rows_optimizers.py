@@ -292,8 +292,9 @@ class ClipsInItsStep(_Optimized):
 
 
 class ClipsInItsStepAndMore(ClipsInItsStep):
-    """LAMB with one norm of all gradients, parameter groups, a schedule, accumulation and
-    Lightning's own clipping. It steps on the driver.
+    """LAMB with groups, a schedule, accumulation and Lightning's clipping.
+
+    It has one norm of all gradients. It steps on the driver.
     """
 
     options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.8}
@@ -314,8 +315,9 @@ class ClipsInItsStepAndMore(ClipsInItsStep):
 
 
 class ClipsInItsStepByHand(ClipsInItsStep):
-    """Manual optimization with two optimizers, one of which (LAMB with one norm of all gradients)
-    steps on the driver.
+    """Manual optimization with two optimizers, one of which steps on the driver.
+
+    It is LAMB with one norm of all gradients.
     """
 
     def __init__(self) -> None:
@@ -340,8 +342,9 @@ class ClipsInItsStepByHand(ClipsInItsStep):
 
 
 class MakesNumbersInItsStep(_Optimized):
-    """The optimizer makes tensors of the default type in a step within `training_step`, where they
-    have 64 bits.
+    """The optimizer makes tensors of the default type, 64 bits, in its step.
+
+    It steps within `training_step`.
     """
 
     sampled = True
@@ -364,17 +367,16 @@ class MakesNumbersInItsStep(_Optimized):
 
 
 class ClipsInItsStepTiedWeights(TiesAcrossStages):
-    """LAMB with one norm of all gradients for a network with tied weights. It steps on
-    the driver.
-    """
+    """LAMB with one norm of all gradients, and tied weights. It steps on the driver."""
 
     def configure_optimizers(self) -> Any:
         return ClippedLamb(self.parameters(), lr=0.05)
 
 
 class LooksAtStatesOfTiedWeights(TiesAcrossStages):
-    """Looks at the optimizer's state of a tied weight, which is trained under its first name, on
-    whichever rank it is.
+    """Reads the optimizer's state of a tied weight.
+
+    It is trained under its first name, on whichever rank it is.
     """
 
     def configure_optimizers(self) -> Any:
@@ -394,8 +396,9 @@ class LooksAtStatesOfTiedWeights(TiesAcrossStages):
 
 
 class ResumesOptimizers(_Optimized):
-    """An optimizer that steps on the driver is saved in a checkpoint and resumed; its states are
-    looked at on the way.
+    """Saves and resumes an optimizer that steps on the driver.
+
+    Its states are looked at on the way.
     """
 
     fast = True
@@ -421,8 +424,9 @@ class ResumesOptimizers(_Optimized):
 
 
 class EstimatesItsStepSize(_Optimized):
-    """The optimizer grows its step size by what all parameters have travelled, as Prodigy does. It
-    steps on the driver.
+    """The step size grows with the distance of all parameters, as in Prodigy.
+
+    It steps on the driver.
     """
 
     def make(self) -> Optimizer:
@@ -430,8 +434,9 @@ class EstimatesItsStepSize(_Optimized):
 
 
 class CountsInItsGroups(_Optimized):
-    """Schedule-free: the optimizer counts in its groups, and validates with the average that `eval`
-    and `train` bring and take.
+    """A schedule-free optimizer validates with the average of `eval` and `train`.
+
+    It counts in its groups.
     """
 
     sampled = True
@@ -470,8 +475,9 @@ class DrawsNoiseInItsStep(_Optimized):
 
 
 class DrawsNoiseAfterAWarmUp(DrawsNoiseInItsStep):
-    """The optimizer adds noise that a learning rate of zero hides in the first steps. It steps on
-    the driver from then on.
+    """A rate of zero hides the noise of the optimizer at first.
+
+    It steps on the driver from then on.
     """
 
     def configure_optimizers(self) -> Any:
@@ -521,8 +527,10 @@ class PerturbsWeightsByHand(PerturbsWeights):
 
 
 class StepsFromWhereItWas(_Optimized):
-    """Extragradient: takes the gradient where a first step would lead, and steps from where it was.
-    It steps on the driver.
+    """Extragradient.
+
+    It takes the gradient where a first step would lead, and steps from where it was. It steps on
+    the driver.
     """
 
     def make(self) -> Optimizer:
@@ -548,8 +556,9 @@ class LooksAhead(_Optimized):
 
 
 class KeepsGradients(_Optimized):
-    """The optimizer extrapolates from the gradient of the step before, and a hook keeps it too. It
-    steps on the driver.
+    """The optimizer keeps the last gradient and extrapolates.
+
+    A hook keeps it too. It steps on the driver.
     """
 
     sampled = True
@@ -567,7 +576,7 @@ class KeepsGradients(_Optimized):
 
 
 class StepsByProdigy(_Optimized):
-    """Prodigy of the package `prodigyopt`, which estimates its step size from all parameters."""
+    """Prodigy of `prodigyopt`. It estimates its step size from all parameters."""
 
     needs = "prodigyopt"
 
@@ -579,9 +588,7 @@ class StepsByProdigy(_Optimized):
 
 
 class StepsWithoutASchedule(_Optimized):
-    """An optimizer of the package `schedulefree`, whose weights are others in evaluation than in
-    training.
-    """
+    """An optimizer of `schedulefree`. Its weights are others in evaluation than in training."""
 
     needs = "schedulefree"
 
@@ -611,8 +618,9 @@ class SearchesLines(_Optimized):
 
 
 class HasStepHooks(_Optimized):
-    """Hooks before and after the optimizer's step, made before the run and in it, see all
-    parameters.
+    """Hooks before and after the optimizer's step see all parameters.
+
+    They are made before the run and in it.
     """
 
     sampled = True
@@ -709,8 +717,9 @@ class Noam(Adam):
 
 
 class CountsBeforeItsClosure(_Optimized):
-    """The optimizer counts its steps and sets its rate before it calls the closure (Noam); it steps
-    on the driver.
+    """The optimizer sets its rate before it calls the closure (Noam).
+
+    It counts its steps. It steps on the driver.
     """
 
     sampled = True
@@ -727,8 +736,9 @@ class CountsBeforeItsClosure(_Optimized):
 
 
 class CountsBeforeItsClosureByHand(CountsBeforeItsClosure):
-    """The optimizer counts its steps and sets its rate before it calls the closure, under manual
-    optimization, where Lightning's closure does nothing.
+    """The optimizer sets its rate before its closure, under manual optimization.
+
+    Lightning's closure does nothing there.
     """
 
     def __init__(self) -> None:
@@ -743,9 +753,7 @@ class CountsBeforeItsClosureByHand(CountsBeforeItsClosure):
 
 
 class MakesAnOptimizerAnew(Row):
-    """Calls `optimizer.__init__` again in the middle of the run: no states and no hooks
-    are left.
-    """
+    """Calls `optimizer.__init__` again in mid-run. No states and no hooks are left."""
 
     shapes = EVERY
 

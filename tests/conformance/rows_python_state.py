@@ -111,7 +111,7 @@ class ReadsHyperparameters(_Whole):
 
 
 class BranchesOnTheEpoch(_Whole):
-    """The first epoch trains without the skip connection and with another activation."""
+    """The first epoch has no skip connection and another activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -121,7 +121,7 @@ class BranchesOnTheEpoch(_Whole):
 
 
 class AnnealsInTheNetwork(Row):
-    """The network reads the epoch from its owner, through a reference back to it."""
+    """The network reads the epoch through a reference to its owner."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class ReadsADataclass(_Scaled):
 
 
 class ReplacesTheSettings(ReadsADataclass):
-    """The network reads a dataclass, in whose place another object is put."""
+    """The network reads a dataclass, which is replaced."""
 
     shapes = (ONE_OF_TWO, TWO_OF_TWO)
 
@@ -183,7 +183,7 @@ class ReplacesTheSettings(ReadsADataclass):
 
 
 class ReadsADictionary(_Scaled):
-    """The network reads a dictionary and a list in it, which change."""
+    """The network reads a dictionary with a list, which change."""
 
     class Net(_Scaled.Net):
         def __init__(self) -> None:
@@ -202,7 +202,7 @@ class ReadsADictionary(_Scaled):
 
 
 class ReadsAnArray(_Scaled):
-    """The network reads a NumPy array, element by element and as a whole, which changes."""
+    """The network reads a NumPy array, which changes. It reads single elements and the whole."""
 
     class Net(_Scaled.Net):
         def __init__(self) -> None:
@@ -217,8 +217,10 @@ class ReadsAnArray(_Scaled):
 
 
 class ReadsAnArrayInEvaluation(ReadsAnArray, _Evaluated):
-    """The network computes with a NumPy array of its own in an evaluation; in inference mode
-    TorchDynamo cannot follow that, so the evaluation runs with `inference_mode=False`.
+    """The network computes with a NumPy array in an evaluation.
+
+    In inference mode TorchDynamo cannot follow that, so the evaluation runs with
+    `inference_mode=False`.
     """
 
     shapes = EVERY
@@ -231,7 +233,10 @@ class ReadsAnArrayInEvaluation(ReadsAnArray, _Evaluated):
 
 
 class ReadsAPlainTensor(_Scaled):
-    """The network reads a tensor that is no buffer, which is changed in place, then replaced."""
+    """The network reads a tensor that is no buffer, and that changes.
+
+    It is changed in place, then replaced.
+    """
 
     class Net(_Scaled.Net):
         def __init__(self) -> None:
@@ -287,7 +292,7 @@ class ReadsAClassAttribute(_Scaled):
 
 
 class ReadsAClosure(_Scaled):
-    """The network calls a schedule made by a function, which remembers."""
+    """The network calls a function that remembers."""
 
     class Net(_Scaled.Net):
         def __init__(self, schedule: Callable[[], float]) -> None:
@@ -359,7 +364,7 @@ class Mode(Enum):
 
 
 class ReadsAMode(_Scaled):
-    """The network reads an enumeration, a string and a flag that come back to what they were."""
+    """The network reads an enumeration, a string and a flag, which change and come back."""
 
     class Net(_Scaled.Net):
         def __init__(self) -> None:
@@ -377,9 +382,7 @@ class ReadsAMode(_Scaled):
 
 
 class DrawsInPython(_Whole):
-    """Python's `random` and NumPy decide that the second layer is skipped, once for the whole
-    batch.
-    """
+    """Python's `random` and NumPy decide, once per batch, whether a layer runs."""
 
     sampled = True
     equal_or_refused = ("random", "fewer than 3 stages")  # the parts between
@@ -402,9 +405,7 @@ class DrawsInPython(_Whole):
 
 
 class ReplacesAnActivation(Row):
-    """Replaces an activation in the middle of a run: a function, and a module without
-    parameters.
-    """
+    """Replaces an activation in mid-run. A function, and a module without parameters."""
 
     shapes = EVERY
 
@@ -429,8 +430,9 @@ class ReplacesAnActivation(Row):
 
 
 class ReplacesALayer(Row):
-    """Replaces a layer in the middle of a run by one with weights of its own, which the optimizer
-    is told of. The new layer is on the driver.
+    """Replaces a layer in mid-run and tells the optimizer of the new weights.
+
+    The new layer is on the driver.
     """
 
     sampled = True
@@ -447,7 +449,7 @@ class ReplacesALayer(Row):
 
 
 class RemovesALayer(Row):
-    """Puts `nn.Identity` in the place of a layer in the middle of a run."""
+    """Puts `nn.Identity` in the place of a layer in mid-run."""
 
     equal_or_refused = ("second",)
     works = EVERY
@@ -462,7 +464,7 @@ class RemovesALayer(Row):
 
 
 class GrowsDeeper(Row):
-    """The network uses one more layer from every second step on."""
+    """One more layer in every second step."""
 
     shares = True
 
@@ -489,7 +491,7 @@ class GrowsDeeper(Row):
 
 
 class RepeatsALayer(GrowsDeeper):
-    """The network goes through the same layer another number of times in each step."""
+    """The network repeats a layer another number of times in each step."""
 
     class Net(Layers):
         rounds = 1
@@ -507,7 +509,7 @@ class RepeatsALayer(GrowsDeeper):
 
 
 class ReordersLayers(Row):
-    """The order in which layers run is a list of names, which changes."""
+    """A list of names orders the layers, and changes."""
 
     shares = True
 
@@ -607,9 +609,7 @@ class PassesNames(_Called):
 
 
 class PassesAnObject(_Called):
-    """An object of a class of the user's, with a tensor of the batch, a number and a
-    string in it.
-    """
+    """Passes an object with a tensor, a number and a string."""
 
     sampled = True
 
@@ -655,7 +655,7 @@ class PassesTheBatch(Row):
 
 
 class PassesNestedTensors(_Called):
-    """Lists of tuples of tensors, some of the batch's size, some not."""
+    """Passes lists of tuples of tensors, some without the batch."""
 
     class Net(_Called.Net):
         def combine(self, x: Tensor, extra: Any) -> Tensor:

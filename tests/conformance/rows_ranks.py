@@ -50,7 +50,8 @@ class _Launched(Row):
 
 
 class AsksForRanks(_Launched):
-    """Asks for everything that tells of ranks, in hooks before the run and in it:
+    """Asks for ranks in every way, before the run and in it.
+
     `trainer.world_size`, `num_devices`, `global_rank`, `is_global_zero`, `RANK`, `WORLD_SIZE`,
     SLURM's variables, ...
     """
@@ -83,8 +84,8 @@ class AsksForRanks(_Launched):
 
 
 class AsksTheStrategyForRanks(_Launched):
-    """Asks `trainer.distributed_sampler_kwargs`, the strategy's, `strategy.cluster_environment`
-    (`world_size`, `global_rank`, `local_rank`) and `rank_zero_only.rank` for ranks.
+    """Asks `distributed_sampler_kwargs`, `strategy.cluster_environment` and `rank_zero_only.rank`
+    for ranks.
     """
 
     sampled = True
@@ -110,8 +111,9 @@ class AsksTheStrategyForRanks(_Launched):
 
 
 class AveragesIfThereIsAGroup(Row):
-    """Averages the loss over the ranks where the strategy is a `DDPStrategy` and
-    `torch.distributed.is_initialized()`, which is false with one replica.
+    """Averages the loss where `torch.distributed.is_initialized()`.
+
+    That is false with one replica. The strategy counts as a `DDPStrategy`.
     """
 
     shapes = EVERY
@@ -128,8 +130,9 @@ class AveragesIfThereIsAGroup(Row):
 
 
 class DividesByDevices(_Launched):
-    """Divides the batch size by `strategy.num_processes` in `setup`, as Lightning's example for
-    ImageNet does, and scales the rate by `trainer.num_devices`.
+    """Divides the batch size by `strategy.num_processes` in `setup`.
+
+    Lightning's example for ImageNet does so. It scales the rate by `trainer.num_devices`.
     """
 
     sampled = True
@@ -163,9 +166,7 @@ class _Shards(IterableDataset[Any]):
 
 
 class ShardsByTheEnvironment(_Launched):
-    """A stream shards itself by `RANK` and `WORLD_SIZE` in the processes of the loader, as
-    `webdataset` does.
-    """
+    """A loader's processes shard a stream by `RANK` and `WORLD_SIZE`, as `webdataset` does."""
 
     sampled = True
     options: ClassVar = {"max_steps": -1, "max_epochs": 2}
@@ -178,8 +179,8 @@ class ShardsByTheEnvironment(_Launched):
 
 
 class RefusedShardsInSetup(Row):
-    """Makes a `DistributedSampler` of `trainer.global_rank` in `setup`, which workers run too and
-    have no shard: shard in `train_dataloader`.
+    """A `DistributedSampler` of `trainer.global_rank` in `setup`, which workers run too: shard in
+    `train_dataloader`.
     """
 
     shapes = EVERY

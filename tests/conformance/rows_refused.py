@@ -60,9 +60,7 @@ class RefusedTiedWeightsCompiled(TiesAcrossStages):
 
 
 class RefusedLineSearchInReplicas(SearchesLines):
-    """LBFGS with a line search and several replicas: each would search by its own loss, and `ddp`
-    waits for ever.
-    """
+    """LBFGS with a line search and several replicas: each would search by its own loss."""
 
     shapes = (TWO_OF_TWO,)
     refused = ("line_search_fn='strong_wolfe'", "data_parallel_size=1")
@@ -74,9 +72,7 @@ class RefusedLineSearchInReplicas(SearchesLines):
 
 
 class RefusedTwoParametersInOneMemory(Row):
-    """Weights that are tied by `a.data = b.data`, as two parameters in one memory: tie them by
-    `module.a = module.b`.
-    """
+    """Weights tied by `a.data = b.data`: tie them by `module.a = module.b`."""
 
     sampled = True
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -94,8 +90,8 @@ class RefusedTwoParametersInOneMemory(Row):
 
 
 class RefusedReentrantCheckpoint(Row):
-    """Activation checkpointing with `use_reentrant=True` around the only call of the network: use
-    `recompute=True`, or checkpoint its blocks inside of its `forward`.
+    """`use_reentrant=True` checkpointing around the only call of the network: use `recompute=True`,
+    or checkpoint blocks in `forward`.
     """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -108,8 +104,8 @@ class RefusedReentrantCheckpoint(Row):
 
 
 class RefusedCheckpointAroundTheCall(Row):
-    """Activation checkpointing around the call of the network (`use_reentrant=False`): use
-    `recompute=True`, or checkpoint its blocks inside of its `forward`.
+    """Checkpointing around the call of the network (`use_reentrant=False`): use `recompute=True`,
+    or checkpoint blocks in `forward`.
     """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -122,9 +118,7 @@ class RefusedCheckpointAroundTheCall(Row):
 
 
 class RefusedCheckpointOfEverything(Row):
-    """All of the network is one checkpointed call: use `recompute=True`, or checkpoint its blocks
-    one by one.
-    """
+    """All of the network is one checkpointed call: use `recompute=True`, or checkpoint blocks."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("all of it is one activation checkpoint", "recompute=True")
@@ -138,7 +132,7 @@ class RefusedCheckpointOfEverything(Row):
 
 
 class RefusedLookAtAnOptimizer(Row):
-    """The network reads the learning rate from the optimizer: hand it over as an attribute."""
+    """The network reads the learning rate from the optimizer: pass it as an attribute."""
 
     cuts: ClassVar = {2: ["second"], 3: ["second", "third"]}
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -158,9 +152,7 @@ class RefusedLookAtAnOptimizer(Row):
 
 
 class RefusedWritesIntoOneOfTwoViews(Row):
-    """The network changes an argument in place that shares memory with another argument: pass a
-    `tensor.clone()`.
-    """
+    """The network changes one of two arguments that share memory: pass a `tensor.clone()`."""
 
     class Net(Layers):
         def forward(self, x: Tensor, same: Tensor) -> Tensor:
@@ -178,8 +170,8 @@ class RefusedWritesIntoOneOfTwoViews(Row):
 
 
 class RefusedClassThatComputes(Row):
-    """Tensors of a class with a `__torch_function__` of its own, under which TorchDynamo gives
-    other numbers.
+    """Tensors of a class with its own `__torch_function__`, under which TorchDynamo gives other
+    numbers.
     """
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
@@ -198,9 +190,7 @@ class RefusedClassThatComputes(Row):
 
 
 class RefusedFrozenEncoderThatPacks(Row):
-    """A frozen `torch.nn.TransformerEncoder` with a padding mask, inside of what is to be cut: use
-    `enable_nested_tensor=False`.
-    """
+    """Frozen `torch.nn.TransformerEncoder` with padding mask: use `enable_nested_tensor=False`."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     cuts = PacksWhatIsPadded.cuts
@@ -269,9 +259,7 @@ class RefusedWithoutACall(Row):
 
 
 class RefusedWeightBetweenGraphs(Row):
-    """Python between two graphs of a network, which cannot be captured, computes with a weight that
-    another rank owns.
-    """
+    """Python that cannot be captured, between graphs, computes with a weight of another rank."""
 
     sampled = True
     shapes = (ONE_OF_TWO,)  # none of its graphs has three stages
@@ -352,9 +340,7 @@ class RefusedParametersInOneTensor(Row):
 
 
 class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):
-    """Calls `clip_grad_norm_` on a network that is made in `configure_model`, where a rank has no
-    gradients but its own.
-    """
+    """`clip_grad_norm_` on a network of `configure_model`: a rank has its own gradients alone."""
 
     sampled = True
     refused = (".weight.grad' is on", "configure_model")
@@ -364,9 +350,7 @@ class RefusedClippingByHandInConfigureModel(BuildsInConfigureModel):
 
 
 class RefusedFusedLossScaling(Row):
-    """An optimizer with `fused=True` under `precision="16-mixed"`, which takes the loss scale into
-    its step.
-    """
+    """An optimizer with `fused=True` under `precision="16-mixed"`."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)
     refused = ("fused=True", "fused=False")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 class MakesItsLossInside(Row):
-    """The network returns a loss with class weights, a mean over some samples, and the logits."""
+    """The network returns a loss with class weights, a mean over some samples, and logits."""
 
     sampled = True
 
@@ -32,7 +32,7 @@ class MakesItsLossInside(Row):
 
 
 class ComparesSamplesAtTheEnd(MakesItsLossInside):
-    """A contrastive loss with a learned temperature at the end of the network."""
+    """A contrastive loss with a learned temperature."""
 
     class Net(Layers):
         def __init__(self) -> None:
@@ -99,9 +99,7 @@ class ScalesByItsInputs(MakesItsLossInside):
 
 
 class SendsSamplesToExperts(MakesItsLossInside):
-    """Each sample goes to the two experts that a router chooses, by `torch.where` and
-    `index_add_`.
-    """
+    """A router sends samples to two experts, by `torch.where` and `index_add_`."""
 
     sampled = True
 
@@ -127,7 +125,7 @@ class SendsSamplesToExperts(MakesItsLossInside):
 
 
 class MasksSamplesOfExperts(SendsSamplesToExperts):
-    """Experts take the samples that a mask picks, and results are added into the masked places."""
+    """A mask picks samples of experts, and results are added in place."""
 
     class Net(SendsSamplesToExperts.Net):
         def mixed(self, h: Tensor) -> Tensor:
@@ -142,7 +140,7 @@ class MasksSamplesOfExperts(SendsSamplesToExperts):
 
 
 class SortsSamplesByExpert(SendsSamplesToExperts):
-    """Samples are sorted by the expert that was chosen, and put back in order."""
+    """Samples are sorted by expert, and put back in order."""
 
     class Net(SendsSamplesToExperts.Net):
         def mixed(self, h: Tensor) -> Tensor:
@@ -171,9 +169,7 @@ class LimitsItsExperts(SendsSamplesToExperts):
 
 
 class TakesTimeFirst(MakesItsLossInside):
-    """The batch is dimension 1 of the inputs (`batch_first=False`), as torch's transformers want
-    it.
-    """
+    """The batch is dimension 1 (`batch_first=False`), as for torch's transformers."""
 
     sampled = True
 
@@ -192,7 +188,7 @@ class TakesTimeFirst(MakesItsLossInside):
 
 
 class TakesTimeFirstInLSTMs(TakesTimeFirst):
-    """The batch is dimension 1 of the inputs of recurrent layers (`batch_first=False`)."""
+    """The batch is dimension 1 of recurrent layers (`batch_first=False`)."""
 
     class Net(TakesTimeFirst.Net):
         def __init__(self) -> None:
@@ -218,7 +214,7 @@ class TakesAnOrder(MakesItsLossInside):
 
 
 class TakesAnOrderOfItsInputs(TakesAnOrder):
-    """An argument has indices by which the inputs are put in order, before the stages."""
+    """An argument has indices by which inputs are ordered, before the stages."""
 
     class Net(Layers):
         def forward(self, x: Tensor, order: Tensor) -> Tensor:  # type: ignore[override]
@@ -238,29 +234,27 @@ class _InThree(Row):
 
 
 class MakesItsLossInsideInThree(_InThree, MakesItsLossInside):
-    """The network returns its loss, and batches of 6 go through in three micro-batches."""
+    """The network returns its loss; three micro-batches."""
 
 
 class MixesItsInputsInThree(_InThree, MixesItsInputs):
-    """Mixup at the start of the network, and batches of 6 go through in three micro-batches."""
+    """Mixup at the start of the network; three micro-batches."""
 
 
 class SendsSamplesToExpertsInThree(_InThree, SendsSamplesToExperts):
-    """Experts that a router chooses, in micro-batches of two samples, of which some experts see
-    none.
-    """
+    """A router sends samples to experts, of which some get none; three micro-batches."""
 
 
 class TakesTimeFirstInThree(_InThree, TakesTimeFirst):
-    """The batch is dimension 1 of the inputs, and is split there into three micro-batches."""
+    """The batch is dimension 1; three micro-batches."""
 
 
 class ComparesSamplesInThree(_InThree, ComparesSamplesAtTheEnd):
-    """A contrastive loss at the end of the network, over three micro-batches."""
+    """A contrastive loss at the end; three micro-batches."""
 
 
 class MasksSamplesOfExpertsInThree(_InThree, MasksSamplesOfExperts):
-    """Experts take the samples that a mask picks, in micro-batches of two samples."""
+    """A mask picks samples of experts; three micro-batches."""
 
 
 class SortsSamplesByExpertInThree(_InThree, SortsSamplesByExpert):
@@ -268,34 +262,33 @@ class SortsSamplesByExpertInThree(_InThree, SortsSamplesByExpert):
 
 
 class MakesItsLossInsideInAnyNumber(MakesItsLossInside):
-    """A loss with class weights inside of the network, in a number of micro-batches that is
-    chosen.
-    """
+    """A loss with class weights in the network; ``num_microbatches="auto"``."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}
 
 
 class ComparesSamplesInAnyNumber(ComparesSamplesAtTheEnd):
-    """A contrastive loss at the end of the network, in a number of micro-batches that is chosen."""
+    """A contrastive loss at the end; ``num_microbatches="auto"``."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}
 
 
 class SendsSamplesToExpertsInAnyNumber(SendsSamplesToExperts):
-    """Experts that a router chooses, in a number of micro-batches that is chosen."""
+    """A router sends samples to experts; ``num_microbatches="auto"``."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}
 
 
 class TakesTimeFirstInAnyNumber(TakesTimeFirst):
-    """The batch is dimension 1 of the inputs, in a number of micro-batches that is chosen."""
+    """The batch is dimension 1; ``num_microbatches="auto"``."""
 
     arguments: ClassVar = {"num_microbatches": "auto"}
 
 
 class DropsAsOnOneDevice(Row):
-    """Dropout with `rng="device"`: one device's masks, between draws of the user's own. Batches go
-    whole, and the generator's state with them.
+    """Dropout with `rng="device"`: the masks are those of one device.
+
+    Batches go whole, and the generator's state with them.
     """
 
     control = False  # random numbers

@@ -60,8 +60,9 @@ class Evaluates(_Evaluated):
 
 
 class PredictsWithAPart(_Evaluated):
-    """`predict` calls a part of the network that is too small for stages of its own, after a fit of
-    the whole.
+    """`predict` calls a part that is too small for stages.
+
+    It comes after a fit of the whole network.
     """
 
     sampled = True
@@ -76,8 +77,9 @@ class PredictsWithAPart(_Evaluated):
 
 
 class PacksWhatIsPadded(_Evaluated):
-    """`torch.nn.TransformerEncoder` with `src_key_padding_mask`, which packs sequences where
-    nothing is trained. Evaluations run on the driver, or in stages with
+    """`torch.nn.TransformerEncoder` with `src_key_padding_mask`.
+
+    It packs sequences where nothing is trained. Evaluations run on the driver, or in stages with
     `enable_nested_tensor=False`.
     """
 
@@ -144,9 +146,7 @@ class EncodesWithAMask(PacksWhatIsPadded):
 
 
 class RegistersInForward(_Evaluated):
-    """`forward` registers buffers of the network and of a layer in its first call; later runs find
-    them on rank 0.
-    """
+    """`forward` registers buffers in its first call. Later runs find them on rank 0."""
 
     class Centres(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class RegistersInForward(_Evaluated):
 
 
 class OnlyTests(_Evaluated):
-    """Only `test` runs: the first call of the network is a test's."""
+    """Only `test` runs."""
 
     trains = False
 
@@ -292,7 +292,7 @@ class _Painter(Callback):
 
 
 class LogsImages(_Evaluated):
-    """A callback calls the network in the middle of a fit, and logs images to TensorBoard."""
+    """A callback calls the network in mid-fit and logs images to TensorBoard."""
 
     def trainer_options(self, folder: Path) -> dict[str, Any]:
         logger = TensorBoardLogger(folder, name="", version="log")
@@ -364,7 +364,10 @@ class ReturnsNothingToPredict(_Evaluated):
 
 
 class TakesTheLossApart(_Evaluated):
-    """`training_step` returns a dictionary, which hooks of batches and epochs read."""
+    """`training_step` returns a dictionary, which hooks read.
+
+    They are hooks of batches and of epochs.
+    """
 
     options: ClassVar = {"max_epochs": 2, "max_steps": -1}
 

@@ -106,7 +106,7 @@ class SchedulesByEpoch(_Scheduled):
 
 
 class SchedulesByStep(_Scheduled):
-    """A scheduler that steps every second step, with a function for each parameter group."""
+    """A scheduler steps every second step, with a function per group."""
 
     settings: ClassVar = {"interval": "step", "frequency": 2}
 
@@ -197,7 +197,7 @@ class RunsEpochs(_Evaluated):
 
 
 class RunsOutOfTime(Row):
-    """`max_time` is over at once, and `min_steps=3` keeps the run going until then."""
+    """`max_time`, with `min_steps=3`. The time is over at once."""
 
     options: ClassVar = {"max_time": timedelta(0), "min_steps": 3, "max_steps": -1}
 
@@ -274,7 +274,7 @@ class RunsFastForDevelopment(_Evaluated):
 
 
 class ChecksSanity(_Evaluated):
-    """The sanity check: the first call of the network is a validation's."""
+    """The sanity check."""
 
     options: ClassVar = {"num_sanity_val_steps": -1}
 
@@ -336,9 +336,7 @@ class ReadsAStream(Row):
 
 
 class CombinesLoaders(Row):
-    """A dictionary of loaders of different lengths in a `CombinedLoader`, in training and in
-    validation.
-    """
+    """Loaders of different lengths in a `CombinedLoader`. They serve training and validation."""
 
     mode: ClassVar = "max_size_cycle"
 
@@ -411,7 +409,7 @@ class AsksForItsStepsInSetup(LoaderGivesItsSamples):
 
 
 class SamplesItself(Row):
-    """A sampler of the user's own that divides samples over the replicas."""
+    """A sampler of the user's own divides samples over the replicas."""
 
     sampled = True
     options: ClassVar = EPOCHS

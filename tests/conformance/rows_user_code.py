@@ -127,7 +127,7 @@ class CallsWithoutGradient(Row):
 
 
 class DropsAnOutput(Row):
-    """Drops an output of the network, which never gets a backward."""
+    """Drops an output, which never gets a backward."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         self.net(x.flip(1))
@@ -167,9 +167,7 @@ class ReadsStatisticsOfABatchThatIsSkipped(Row):
 
 
 class WantsInputGradient(Row):
-    """Asks for the gradient of an input, once by `torch.autograd.grad`, which leaves no gradients,
-    once as a leaf.
-    """
+    """Takes the gradient of an input, by `torch.autograd.grad` or as a leaf."""
 
     sampled = True
 
@@ -331,9 +329,7 @@ class ChainsNetworksByAView(ChainsNetworks):
 
 
 class DifferentiatesByAPartOfATensor(Row):
-    """The network's input, a part of a larger tensor, requires a gradient and the larger tensor
-    does not (`x[:, :6].requires_grad_()`).
-    """
+    """Only a part of an input requires a gradient (`x[:, :6].requires_grad_()`)."""
 
     sampled = True
 
@@ -346,9 +342,10 @@ class DifferentiatesByAPartOfATensor(Row):
 
 
 class Drops(Row):
-    """Dropout in both stages, and a random number of the user's own beside them. Each micro-batch
-    draws from generators of its own: the numbers are the same for every number of stages from two
-    on.
+    """Dropout in both stages, and a random number beside them.
+
+    Each micro-batch draws from generators of its own: the numbers are the same for every number of
+    stages from two on.
     """
 
     fast = True
@@ -366,8 +363,9 @@ class Drops(Row):
 
 
 class DropsAndRecomputes(Drops):
-    """Dropout with `recompute=True`: the forward runs again for the backward, with the
-    same draws.
+    """Dropout with `recompute=True`.
+
+    The forward runs again for the backward, with the same draws.
     """
 
     arguments: ClassVar = {"recompute": True}

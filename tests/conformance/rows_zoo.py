@@ -58,8 +58,9 @@ class TrainsGPT2(Row):
 
 
 class TrainsGPT2WithoutLabels(TrainsGPT2):
-    """GPT2 of transformers with a padding mask, and the loss in the user's code, so that the batch
-    is split.
+    """GPT2 of transformers with a padding mask; the loss is in the user's code.
+
+    The batch is split.
     """
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class TrainsLoRA(TrainsGPT2):
 
 
 class TrainsT5(Row):
-    """T5 of transformers: encoder and decoder, one matrix of words for both and for the head."""
+    """T5 of transformers, with one tied matrix of words. Encoder, decoder and head use it."""
 
     needs = "transformers"
     trains = False
@@ -145,8 +146,9 @@ class TrainsWhisper(Row):
 
 
 class TrainsBERT(Row):
-    """BERT of transformers: a classifier with a pooler; dictionaries in, an output class out. Hooks
-    that come in its first call may make it be refused.
+    """BERT of transformers, if hooks come in its first call.
+
+    It is a classifier with a pooler; dictionaries in, an output class out.
     """
 
     needs = "transformers"
@@ -175,9 +177,7 @@ class TrainsBERT(Row):
 
 
 class MixesExperts(_Net):
-    """Sparse mixture of experts: each token goes to the two experts that its router likes best; a
-    loss balances them.
-    """
+    """Sparse mixture of experts, where each token goes to two experts."""
 
     sampled = True
     equal_or_refused = ("rows_zoo.py",)
@@ -274,9 +274,7 @@ class MasksAtRandom(_Net):
 
 
 class DetectsObjects(_Net):
-    """Object detection: anchors are matched to boxes, of which each image has another number; the
-    loss is made within.
-    """
+    """Object detection with anchors and any number of boxes. The loss is made within."""
 
     equal_or_refused = ("rows_zoo.py",)
     works = (ONE_OF_TWO, TWO_OF_TWO)
@@ -364,7 +362,7 @@ class PassesMessages(_Net):
 
 
 class PassesMessagesInTensors(PassesMessages):
-    """A graph network; nodes and edges as plain arguments, the number of graphs as a number."""
+    """A graph network; nodes and edges are plain arguments. The number of graphs is a number."""
 
     equal_or_refused = ()
 
@@ -391,7 +389,7 @@ class PassesMessagesInTensors(PassesMessages):
 
 
 class PrefersByReference(Row):
-    """Preference optimisation: a policy, and the frozen copy that it is compared with."""
+    """Preference optimisation with a frozen copy of the policy."""
 
     sampled = True
     cuts: ClassVar = {
@@ -428,7 +426,7 @@ class SharesLayersBetweenNetworks(PrefersByReference):
 
 
 class FollowsItsStudent(PrefersByReference):
-    """A teacher that is the running mean of its student, as in BYOL and DINO."""
+    """A teacher is the running mean of its student (BYOL, DINO)."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -443,7 +441,7 @@ class FollowsItsStudent(PrefersByReference):
 
 
 class HasATeacherInside(_Net):
-    """A frozen teacher is part of the student's module, and is called within its `forward`."""
+    """A frozen teacher is a part of the student's module."""
 
     cuts: ClassVar = {2: ["net.student.second"]}
     idle = True
@@ -575,7 +573,7 @@ class Answer:
 
 
 class ReturnsItsOwnClasses(_Net):
-    """The network returns a dictionary with attributes, a named tuple, an object with slots."""
+    """Returns a dictionary with attributes, a named tuple, an object with slots."""
 
     class Net(Layers):
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
@@ -770,8 +768,9 @@ class HasSparseGradientsAndTwoOptimizers(HasSparseGradients):
 
 
 class EvaluatesWithoutParameters(Row):
-    """A LightningModule without parameters (baselines, post-processing) in `validate`, `test` and
-    `predict`; a fit is refused.
+    """A LightningModule without parameters (baselines) in `validate`, `test` and `predict`.
+
+    A fit is refused.
     """
 
     trains = False

@@ -300,7 +300,7 @@ class Conformance:
             is not one graph.
         options: arguments of the Trainer in all rows that say nothing else.
         also_refused: words that may stand in the refusal of any row, before its first step.
-        settled: whether `Row.works` says which rows are refused.
+        knows_refusals: whether `Row.works` says which rows are refused.
         loader_processes: that loaders have where a row says nothing of them.
         served: whether the script runs on drivers alone, and servers have the other stages.
     """
@@ -314,7 +314,7 @@ class Conformance:
     cuts_freely: ClassVar[bool] = False
     options: ClassVar[dict[str, Any]] = {}
     also_refused: ClassVar[str] = ""
-    settled: ClassVar[bool] = False
+    knows_refusals: ClassVar[bool] = False
     loader_processes: ClassVar[int] = 0
     served: ClassVar[bool] = False
 
@@ -367,7 +367,7 @@ class Conformance:
             pytest.importorskip(row.needs)
         ranks = records(type(self), row)
         refused = self.stages > 1 and was_refused(ranks, row)
-        if self.settled and row.equal_or_refused and not row.needs:  # which has versions
+        if self.knows_refusals and row.equal_or_refused and not row.needs:  # which has versions
             works = (self.replicas, self.stages) in row.works
             assert refused is not works, ranks[0]["error"] or "it was not refused any more"
         if refused:

@@ -47,7 +47,7 @@ class TestControl(Conformance):
 
 class _Hybrid(Conformance):
     refusals = (NetworkError, PlanError)
-    settled = True
+    knows_refusals = True
     strategy: ClassVar[type[HybridGabraStrategy]] = HybridGabraStrategy
 
     @classmethod

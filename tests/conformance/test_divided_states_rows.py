@@ -47,5 +47,5 @@ class TestReplicasOfTwoStages(_Divided):
 class TestReplicas(_Divided):
     replicas: ClassVar = 2
     stages: ClassVar = 1
-    settled = False
+    knows_refusals = False
     reference = TwoDevices

@@ -9,6 +9,7 @@ from driven import batches
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError, PlanError
+from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
 
 
@@ -134,6 +135,55 @@ def test_a_plan_from_an_earlier_run_is_used(ranks: Any) -> None:
     driven.assert_same(batches(1)[0])
     assert driven.lines == []  # it was told when it was made
     assert "net.second.weight" in driven.remote
+
+
+def test_a_plan_for_backwards_inside_of_calls_that_cannot_be_there_is_told_so(ranks: Any) -> None:
+    """As where `auto` has chosen it in an earlier run, of which the plan is."""
+    driven = Driven(ranks, Chooses())
+    driven.plans["net"] = Plan(
+        replicas=1, stages=2, microbatches=2, schedule="1f1b", cuts=("third",)
+    )
+    for value in batches(2):
+        driven.assert_same(value)
+    [line] = driven.lines
+    assert "as under schedule='gpipe', since it returns no loss" in line
+
+
+class Measures(Chooses):
+    """Returns a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("network", "options", "tried"),
+    [
+        (Measures, {"microbatches": None, "shares": True}, [2, 4]),
+        (Measures, {"microbatches": None}, [2]),
+        (Measures, {"shares": True}, [2]),
+        (Chooses, {"microbatches": None, "shares": True}, [2]),
+    ],
+)
+def test_smaller_micro_batches_are_tried_where_nothing_fits_and_fewer_would_be_alive(
+    ranks: Any, network: type[Chooses], options: dict[str, Any], tried: list[int]
+) -> None:
+    seen: list[int] = []
+
+    def tight(called: CalledNetwork, microbatches: int, *rest: Any) -> Plan:
+        seen.append(microbatches)
+        assert called.leaves[0].shape[0] == 4 // microbatches
+        if microbatches == 2:
+            raise PlanError("no chain of stages fits into memory")
+        return driven.plan(called, microbatches, *rest)
+
+    driven = Driven(ranks, network(), planner=tight, **options)
+    if tried == [2]:
+        with pytest.raises(PlanError, match="no chain"):
+            driven.module.net(batches(1)[0])
+    else:
+        driven.assert_same(batches(1)[0])
+    assert seen == tried
 
 
 def test_fewer_partitions_than_stages_are_refused_with_their_number(ranks: Any) -> None:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import GiveFailure
 from lightning_hybrid.driver import after_run, bring_here
 from lightning_hybrid.driver import weights as files
 from lightning_hybrid.errors import DeferredError
@@ -76,7 +76,7 @@ def test_in_training_a_rank_has_memory_for_what_it_owns_alone(
     replicas: Any, devices: tuple[int, ...]
 ) -> None:
     trained = Trained(replicas, devices)
-    trained.replica.driver.commands.ask(Check())  # the workers have come as far
+    trained.replica.driver.commands.ask(GiveFailure())  # the workers have come as far
     with trained.replica.driver.remote.suspended():
         held = [
             {name for name, p in module.named_parameters() if not is_vacant(p)}
@@ -271,7 +271,7 @@ def test_an_evaluation_sends_states_only_if_it_takes_a_step(replicas: Any, steps
             replica.driver.gradients.after_backward()
             mine.step()
             theirs.step()
-            replica.driver.commands.ask(Check())
+            replica.driver.commands.ask(GiveFailure())
             assert len(worker.optimizers[0].state) == 4
         replica.driver.bring_all()
         replica.driver.close()

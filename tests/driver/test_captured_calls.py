@@ -18,11 +18,11 @@ from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import CannotFollow
 from lightning_hybrid.remote.hollow_network import Hollow
-from lightning_hybrid.remote.proxy import Kind
+from lightning_hybrid.remote.proxy import RemoteKind
 from lightning_hybrid.stage import Synchronised
 
 X = torch.ones(2, 3)
-REMOTE = {Kind.PARAMETER: {"net.weight", "network.weight"}}
+REMOTE = {RemoteKind.PARAMETER: {"net.weight", "network.weight"}}
 
 
 class Calls:

@@ -42,7 +42,7 @@ def network() -> Iterator[Any]:
         placement=SimpleNamespace(schedule="gpipe", devices=(1, 0)),
         weight_hooks=SimpleNamespace(names=list),
     )
-    gradients: Any = SimpleNamespace(kept_local=nullcontext, settle=lambda: None)
+    gradients: Any = SimpleNamespace(kept_local=nullcontext, bring_to_owners=lambda: None)
     hooks: Any = nullcontext
     run_backwards_by(ChosenGradients([network], gradients, hooks))
     yield network

@@ -8,11 +8,18 @@ from crew import Crew
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_hybrid.comm import switches
-from lightning_hybrid.comm.protocol import Answer, Check, Free, Report, Step, TakeSwitches
+from lightning_hybrid.comm.protocol import (
+    Answer,
+    FreeCall,
+    GiveFailure,
+    GiveReport,
+    StepOptimizer,
+    TakeSwitches,
+)
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.errors import HybridError, RemoteError
-from lightning_hybrid.remote.proxy import Kind
+from lightning_hybrid.remote.proxy import RemoteKind
 
 
 class Proxies:
@@ -24,7 +31,7 @@ class Proxies:
     def flush(self) -> None:
         self.notes.append("flush")
 
-    def outdate(self, *kinds: Kind) -> None:
+    def outdate(self, *kinds: RemoteKind) -> None:
         self.notes += kinds
 
 
@@ -34,9 +41,13 @@ def passing(stages: int, *, passed: bool = True) -> Any:
 
 def test_changes_travel_before_a_command_which_makes_stale_what_it_changes(crew: Crew) -> None:
     proxies: Any = Proxies()
-    Commands(crew.workers, proxies).tell(Step(1))
-    assert proxies.notes == ["flush", Kind.PARAMETER, Kind.PARAMETER]  # of either worker
-    assert [crew.heard(rank) for rank in (1, 2)] == [Step(1), Step(1)]
+    Commands(crew.workers, proxies).tell(StepOptimizer(1))
+    assert proxies.notes == [
+        "flush",
+        RemoteKind.PARAMETER,
+        RemoteKind.PARAMETER,
+    ]  # of either worker
+    assert [crew.heard(rank) for rank in (1, 2)] == [StepOptimizer(1), StepOptimizer(1)]
 
 
 def test_settings_of_torch_reach_a_worker_before_the_next_command_after_a_change(
@@ -44,16 +55,16 @@ def test_settings_of_torch_reach_a_worker_before_the_next_command_after_a_change
 ) -> None:
     proxies: Any = Proxies()
     commands = Commands(crew.workers, proxies)
-    commands.tell(Check())
-    commands.tell(Check())
+    commands.tell(GiveFailure())
+    commands.tell(GiveFailure())
     with sdpa_kernel(SDPBackend.MATH):
-        commands.tell(Report("inside"))
+        commands.tell(GiveReport("inside"))
         inside = switches()
-    commands.tell(Report("outside"))
+    commands.tell(GiveReport("outside"))
     told, check, again, changed, first, back, last = (crew.heard_all(1) for _ in range(7))
-    assert (told, check, again) == (TakeSwitches(switches()), Check(), Check())
-    assert (changed, first) == (TakeSwitches(inside), Report("inside"))
-    assert (back, last) == (told, Report("outside"))
+    assert (told, check, again) == (TakeSwitches(switches()), GiveFailure(), GiveFailure())
+    assert (changed, first) == (TakeSwitches(inside), GiveReport("inside"))
+    assert (back, last) == (told, GiveReport("outside"))
     assert inside != switches()
 
 
@@ -61,7 +72,7 @@ def test_answers_come_in_the_order_of_the_ranks(crew: Crew) -> None:
     for rank in (2, 1):
         crew.answer(rank, Answer(value=f"of {rank}"))
     proxies: Any = Proxies()
-    answers = Commands(crew.workers, proxies).ask(Report("name"))
+    answers = Commands(crew.workers, proxies).ask(GiveReport("name"))
     assert [answer.value for answer in answers] == ["of 1", "of 2"]
 
 
@@ -70,8 +81,21 @@ def test_the_failure_of_any_worker_is_raised(crew: Crew) -> None:
     crew.answer(2, Answer(Failure.of(ValueError("on purpose"), "rank 2")))
     proxies: Any = Proxies()
     with pytest.raises(ValueError, match="on purpose") as found:
-        Commands(crew.workers, proxies).ask(Check())
+        Commands(crew.workers, proxies).ask(GiveFailure())
     assert isinstance(found.value.__cause__, RemoteError)
+
+
+def test_answers_are_heard_where_what_is_computed_beside_fails(crew: Crew) -> None:
+    for rank in (1, 2):
+        for value in ("first", "second"):
+            crew.answer(rank, Answer(value=value))
+    proxies: Any = Proxies()
+    commands = Commands(crew.workers, proxies)
+    with pytest.raises(ZeroDivisionError):
+        commands.ask_beside(GiveFailure(), lambda: 1 // 0)
+    answers, found = commands.ask_beside(GiveFailure(), lambda: "here")
+    assert [answer.value for answer in answers] == ["second", "second"]
+    assert found == "here"
 
 
 def test_where_workers_wait_for_another_stage_of_this_rank_nothing_is_sent(crew: Crew) -> None:
@@ -79,20 +103,20 @@ def test_where_workers_wait_for_another_stage_of_this_rank_nothing_is_sent(crew:
     commands = Commands(crew.workers, proxies)
     with crew.workers.passing(passing(2)):
         with pytest.raises(HybridError, match="in the middle of a pass"):
-            commands.tell(Free(0, 1))
+            commands.tell(FreeCall(0, 1))
         with pytest.raises(HybridError, match="in the middle of a pass"):
-            crew.workers.send(1, Free(0, 1))
+            crew.workers.send(1, FreeCall(0, 1))
     assert proxies.notes == []  # what was changed here is not lost
     with crew.workers.passing(passing(1)):  # a worker hears it after the pass
-        commands.tell(Free(0, 2))
-    assert crew.heard(1) == Free(0, 2)
+        commands.tell(FreeCall(0, 2))
+    assert crew.heard(1) == FreeCall(0, 2)
 
 
 def test_a_pass_that_fails_is_over(crew: Crew) -> None:
     with pytest.raises(KeyError), crew.workers.passing(passing(2)):
         raise KeyError
-    crew.workers.send(1, Check())
-    assert crew.heard(1) == Check()
+    crew.workers.send(1, GiveFailure())
+    assert crew.heard(1) == GiveFailure()
     assert crew.workers.in_step
 
 

@@ -127,7 +127,7 @@ def test_no_tensor_of_the_driver_s_copy_travels_with_messages(
     train(replica, optimizer, sizes=(12, 12))
     told = noted(monkeypatch)
     train(replica, optimizer, sizes=(12, 12), connected=True)
-    assert {"Forward", "LendTensors", "Backward", "Step"} <= {name for name, *_ in told}
+    assert {"Forward", "LendTensors", "Backward", "StepOptimizer"} <= {name for name, *_ in told}
     assert not [each for each in told if each[1:] != (0, 0)]
 
 
@@ -181,8 +181,15 @@ def normalised(momentum: float | None = 0.3) -> Model:
     twice = nn.BatchNorm1d(3)
     return Model(
         nn.Sequential(
-            *(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=momentum), nn.Tanh()),
-            *(nn.Linear(3, 3), twice, nn.Tanh(), twice, nn.Linear(3, 3), nn.BatchNorm1d(3)),
+            nn.Linear(3, 3),
+            nn.BatchNorm1d(3, momentum=momentum),
+            nn.Tanh(),
+            nn.Linear(3, 3),
+            twice,
+            nn.Tanh(),
+            twice,
+            nn.Linear(3, 3),
+            nn.BatchNorm1d(3),
         )
     ).double()
 
@@ -417,7 +424,8 @@ def test_a_hook_on_a_weight_of_a_stage_with_copies_is_refused_by_its_name(replic
     network: Any = model()
     network.net[0].weight.register_hook(lambda gradient: gradient)
     replica = replicas(network, SHAPES["2-1"])
-    hooks = HeldHooks([replica.network], replica.driver.commands, replica.driver.gradients.settle)
+    driver = replica.driver
+    hooks = HeldHooks([replica.network], driver.commands, driver.gradients.bring_to_owners)
     with pytest.raises(NetworkError, match=r"'0.weight' in network 'net' has a hook"), hooks():
         pass
 

@@ -29,11 +29,11 @@ class Watched:
 
     def __init__(self, *, automatic: bool, training: bool = True, **networks: nn.Module) -> None:
         self.lines: list[str] = []
-        self.settled = 0
+        self.without_cut = 0
         self.module = nn.ModuleDict(networks)
         driver: Any = SimpleNamespace(
             device=torch.device("cpu"),
-            settle=self.settle,
+            note_no_cut=self.note_no_cut,
             keep=lambda module: None,
             have_here=lambda module, whole=False: None,
             remote=SimpleNamespace(suspended=nullcontext, names=set),
@@ -57,8 +57,8 @@ class Watched:
             {},
         )
 
-    def settle(self) -> None:
-        self.settled += 1
+    def note_no_cut(self) -> None:
+        self.without_cut += 1
 
     def plan(self, network: CalledNetwork, *_: Any) -> Any:
         raise PlanError(f"asked for a plan of {network.name}")
@@ -76,7 +76,7 @@ def test_what_cannot_be_cut_stays_on_the_driver_if_no_number_of_stages_was_asked
     assert "'net' (Linear) has 1 network partition, fewer than 3 stages" in line
     assert "as under ddp" in line
     watched.networks.require()
-    assert watched.settled == 1
+    assert watched.without_cut == 1
 
 
 def test_a_module_without_parameters_is_refused_where_it_is_to_be_trained() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from lightning_hybrid._trees import rebuild
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import GiveFailure
 from lightning_hybrid.remote import unread
 from lightning_hybrid.state import optimizers
 
@@ -94,7 +94,7 @@ def test_unscaled_gradients_are_not_those_that_were_read_before(replicas: Any) -
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_gradient_that_is_not_finite_is_found_wherever_it_is(replicas: Any, rank: int) -> None:
     trained = Trained(replicas, (1, 0))
-    trained.replica.driver.commands.ask(Check())  # the worker has its gradients
+    trained.replica.driver.commands.ask(GiveFailure())  # the worker has its gradients
     where = {0: trained.module.net[-2], 1: trained.replica.modules[1].net[0]}[rank]
     where.bias.grad[0] = torch.inf
     assert trained.optimizers.unscale(trained.mine, torch.tensor(0.5, dtype=torch.float64))

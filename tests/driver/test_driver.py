@@ -10,8 +10,8 @@ import torch
 from driven import Model, Replica, batches, loss_of, model, train, train_one_device
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.comm.tensor_specs import Precision
+from lightning_hybrid.comm.protocol import GiveFailure
+from lightning_hybrid.comm.tensor_specs import CallPrecision
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.errors import HybridError, RemoteError
@@ -114,7 +114,7 @@ def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
     replica.modules[2].net[4].weight.register_hook(lambda _: refuse())
     loss_of(module, replica(batches(1)[0])).backward()
     with pytest.raises(ValueError, match="on purpose") as found:
-        replica.driver.commands.ask(Check())
+        replica.driver.commands.ask(GiveFailure())
     assert isinstance(found.value.__cause__, RemoteError)
     assert "rank 2 (worker, replica 0, stage 1) failed" in str(found.value.__cause__)
 
@@ -163,15 +163,15 @@ def test_who_catches_an_error_goes_on_as_on_one_device(
 def test_a_worker_that_cannot_begin_a_forward_keeps_nobody_waiting(
     replicas: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica, applied = replicas(model(), (1, 2, 0)), Precision.applied
+    replica, applied = replicas(model(), (1, 2, 0)), CallPrecision.applied
 
-    def refused(precision: Precision) -> Any:
+    def refused(precision: CallPrecision) -> Any:
         if threading.current_thread() is not threading.main_thread():
             raise TypeError("this device has no bfloat16")
         return applied(precision)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Precision, "applied", refused)
+        patch.setattr(CallPrecision, "applied", refused)
         with pytest.raises(TypeError, match="no bfloat16"):
             replica(batches(1)[0])
     assert replica(batches(1)[0]).shape == (4, 3)  # the links are in step

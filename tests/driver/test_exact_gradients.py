@@ -13,7 +13,7 @@ from test_running_orders import engines
 from test_streamed_calls import Coming
 from torch import Tensor, nn
 
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import GiveFailure
 from lightning_hybrid.driver.microbatches import Specialization
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.stage import backward_pass, forward_pass
@@ -101,7 +101,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replica]]:
 
 def gradients(replica: Replica) -> dict[str, Tensor]:
     """Those of all stages; forgotten afterwards."""
-    replica.driver.commands.ask(Check())  # the workers have gone back
+    replica.driver.commands.ask(GiveFailure())  # the workers have gone back
     found = {}
     for engine in engines(replica):
         for own in engine.owned:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.driver.foreseen_calls import LookAhead
+from lightning_hybrid.driver.foreseen_calls import ForeseenCalls
 from lightning_hybrid.errors import NetworkNotFoundError
 
 
@@ -28,7 +28,7 @@ class Model(nn.Module):
 def test_the_first_call_of_a_network_is_seen_and_computes_what_it_computes() -> None:
     net, x = Model(), torch.randn(6, 4)
     expected = net.body(x)
-    looked = LookAhead(copy.deepcopy(net), ["body"])
+    looked = ForeseenCalls(copy.deepcopy(net), ["body"])
     watched = next(iter(looked._watched.values()))
     torch.testing.assert_close(watched(x), expected, rtol=0, atol=0)
     watched(torch.randn(3, 4))
@@ -41,7 +41,7 @@ def test_where_python_cannot_be_followed_the_modules_that_it_calls_are_seen() ->
     net, x = Model(), torch.randn(6, 4)
     expected = net(x)
     copied = copy.deepcopy(net)
-    looked = LookAhead(copied, None)
+    looked = ForeseenCalls(copied, None)
     torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)
     assert [seen.name for seen in looked.seen] == ["body", "head"]
     assert "cannot be captured as one graph" in looked.problems[0]
@@ -49,7 +49,7 @@ def test_where_python_cannot_be_followed_the_modules_that_it_calls_are_seen() ->
 
 def test_nothing_keeps_the_copy() -> None:
     copied = copy.deepcopy(Model().body)
-    looked, alive = LookAhead(copied, None), weakref.ref(copied)
+    looked, alive = ForeseenCalls(copied, None), weakref.ref(copied)
     copied(torch.randn(6, 4))
     assert looked.seen
     looked.close()
@@ -60,4 +60,4 @@ def test_nothing_keeps_the_copy() -> None:
 
 def test_a_module_without_parameters_is_no_network() -> None:
     with pytest.raises(NetworkNotFoundError):
-        LookAhead(nn.ReLU(), None)
+        ForeseenCalls(nn.ReLU(), None)

@@ -18,7 +18,7 @@ def clamp(network: nn.Module) -> None:
 
 def held(replica: Replica) -> HeldHooks:
     driver = replica.driver
-    return HeldHooks([replica.network], driver.commands, driver.gradients.settle)
+    return HeldHooks([replica.network], driver.commands, driver.gradients.bring_to_owners)
 
 
 @pytest.mark.parametrize("devices", [(1, 0), (1, 2, 0), (1, 2, 1, 0)])

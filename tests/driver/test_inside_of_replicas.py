@@ -38,11 +38,12 @@ class Twin(Cut):
         net: the network.
         number: of the replica.
         groups: of the ranks of both.
+        options: of `Cut`.
     """
 
-    def __init__(self, net: nn.Module, number: int, groups: Groups) -> None:
+    def __init__(self, net: nn.Module, number: int, groups: Groups, **options: Any) -> None:
         self._number, self._shared = number, groups
-        super().__init__(net, 2, "1f1b")
+        super().__init__(net, 2, "1f1b", **options)
 
     def mesh(self, rank: int) -> Any:
         mesh = super().mesh(rank)
@@ -54,7 +55,7 @@ class Twin(Cut):
 
 
 @pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def twins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two replicas, and the calls of which ranks have taken the averages of."""
     taken: list[int | None] = []
     take = ReplicaGroup.take_aside
@@ -65,7 +66,8 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(ReplicaGroup, "take_aside", noted)
     groups: Groups = {}
-    both = [Twin(Net(), number, groups) for number in range(2)]
+    options = getattr(request, "param", {})
+    both = [Twin(Net(), number, groups, **options) for number in range(2)]
     found = SimpleNamespace(both=both, taken=taken)
     step(found, (1.0, 1.0))  # (in the first step the user's code may have computed with weights)
     assert taken == []
@@ -114,6 +116,14 @@ def test_averages_are_taken_where_all_losses_get_one_factor(
     step(twins, factors)
     check(twins, expected(factors))
     assert len(twins.taken) == ranks
+
+
+@pytest.mark.parametrize("twins", [{"rounds": 2}, {"split": [1]}], indirect=True)
+def test_so_they_are_in_loops_and_with_split_backwards(twins: Any) -> None:
+    for factors in ((1.0, 1.0), (0.5, 2.0)):
+        step(twins, factors)
+        check(twins, expected(factors))
+    assert len(twins.taken) == 4
 
 
 def test_each_replica_may_expect_another_factor(twins: Any) -> None:

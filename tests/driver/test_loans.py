@@ -17,9 +17,9 @@ def test_no_tensor_that_the_driver_borrows_travels_with_messages(
     module, told = Model(Tied()).double(), noted(monkeypatch)
     replica = replicas(module, (1, 0))
     train(replica, torch.optim.SGD(module.parameters(), lr=0.1))
-    first = [name for name, *_ in told].index("Step")
+    first = [name for name, *_ in told].index("StepOptimizer")
     later = told[first + 1 :]
-    steady = {"Forward", "LendTensors", "Backward", "TakeLentGradients", "Step"}
+    steady = {"Forward", "LendTensors", "Backward", "TakeLentGradients", "StepOptimizer"}
     assert steady <= {name for name, *_ in later}
     assert not [each for each in later if each[1:] != (0, 0)]
 
@@ -39,7 +39,7 @@ def test_a_gradient_of_some_of_the_borrowed_weights_reaches_their_owner(replicas
     for value in batches(2):
         for one, outputs in ((module, replica(value)), (reference, reference.net(value))):
             loss_of(one, outputs).backward()
-            replica.driver.gradients.settle()
+            replica.driver.gradients.bring_to_owners()
             one.net.first.weight.square().sum().backward()
     for name, parameter in reference.named_parameters():
         mine = module.get_parameter(name).grad

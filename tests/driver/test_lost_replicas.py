@@ -32,7 +32,9 @@ class Replica:
         self.parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.group = ReplicaGroup(
-            *([self.parameter, self.unused], tuple, self.mesh.data_parallel),
+            [self.parameter, self.unused],
+            tuple,
+            self.mesh.data_parallel,
             survivors=self.survivors,
         )
         commands: Any = SimpleNamespace(
@@ -41,7 +43,7 @@ class Replica:
             tell=lambda command: None,
             ask=lambda command: [],
         )
-        borrowing: Any = SimpleNamespace(settle=lambda: None)
+        borrowing: Any = SimpleNamespace(add_borrowed_gradients=lambda: None)
         replicated: Any = SimpleNamespace(networks=[], rest=self.group)
         self.gradients = ReplicaGradients(commands, borrowing, replicated, set(), self.survivors)
 

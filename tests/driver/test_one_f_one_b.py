@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import RLock
 from typing import Any
 
@@ -61,8 +61,9 @@ def pair() -> Iterator[Callable[..., Pair]]:
     """Makes two replicas of a network: under 1F1B and under fill-drain."""
     made: list[Cut] = []
 
-    def make(net: nn.Module, stages: int = 3, **options: Any) -> Pair:
-        made.extend(Cut(net, stages, name, **options) for name in ("1f1b", "gpipe"))
+    def make(net: nn.Module, stages: int = 3, *, split: Sequence[int] = (), **options: Any) -> Pair:
+        made.append(Cut(net, stages, "1f1b", split=split, **options))
+        made.append(Cut(net, stages, "gpipe", **options))
         return made[-2], made[-1]
 
     yield make
@@ -97,6 +98,46 @@ def test_gradients_have_the_bits_of_fill_drain_and_stages_keep_few_micro_batches
     assert max(waiting) == 1  # gradients of the outputs of one micro-batch
     assert one.alive == [min(stages - k, parts) for k in range(stages)]
     assert other.alive == [parts] * stages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rounds", "parts", "kept"),
+    [(2, 2, 4, [5, 3]), (2, 3, 4, [7, 5]), (3, 2, 8, [9, 7, 5]), (3, 2, 2, [4, 4, 3])],
+)
+def test_loops_have_the_gradients_of_fill_drain_and_keep_few_forwards(
+    pair: Callable[..., Pair], ranks: int, rounds: int, parts: int, kept: list[int]
+) -> None:
+    """Their order of micro-batches differs from stage to stage, and not within one."""
+    net = Net()
+    one, other = pair(net, ranks, parts=parts, rounds=rounds)
+    for replica in (one, other):
+        once(replica)
+    assert one.why_not == ""
+    compare(one.gradients(), other.gradients(), 0)
+    compare(one.gradients(), whole(net, batch()), 1e-9)
+    assert (one.alive, other.alive) == (kept, [parts * rounds] * ranks)
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(2, 4), (3, 4), (4, 8), (3, 1), (4, 2)])
+def test_split_backwards_have_the_gradients_of_fill_drain(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, stages: int, parts: int
+) -> None:
+    net, late = Net(), list[int]()
+    weight = BackwardPass.weight
+
+    def noted(work: Any, microbatch: int) -> None:
+        late.append(len(work._put_off))
+        weight(work, microbatch)
+
+    monkeypatch.setattr(BackwardPass, "weight", noted)
+    one, other = pair(net, stages, parts=parts, split=range(1, stages))
+    for replica in (one, other):
+        once(replica)
+    if parts > 1:  # (one is not begun inside of the call)
+        assert max(late) == min(stages, parts)
+        assert len(late) == (stages - 1) * parts
+    compare(one.gradients(), other.gradients(), 0)
+    compare(one.gradients(), whole(net, batch()), 1e-9)
 
 
 Use = Callable[[Cut], None]
@@ -232,6 +273,25 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("options", [{"rounds": 2}, {"split": [1]}], ids=["loop", "split"])
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [
+        *(("tied", two_calls), ("tied", logits_with_gradient), ("tied", kept_graph)),
+        *(("plain", frozen_later), ("dropout", changing_sizes), ("checkpointed", once)),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_so_they_are_in_loops_and_with_split_backwards(
+    pair: Callable[..., Pair], kind: str, use: Use, options: dict[str, Any]
+) -> None:
+    one, other = pair(NETS[kind](), 2, **options)
+    for replica in (one, other):
+        use(replica)
+    assert one.why_not == ""
+    compare(one.gradients(), other.gradients())
+
+
 @pytest.mark.parametrize(("kind", "use"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_gradients_are_those_of_fill_drain(pair: Callable[..., Pair], kind: str, use: Use) -> None:
     one, other = pair(NETS[kind](), 2)
@@ -335,12 +395,15 @@ def test_second_backwards_and_gradients_of_gradients_are_refused(pair: Callable[
 def test_inputs_that_want_gradients_get_them_after_all_forwards(pair: Callable[..., Pair]) -> None:
     found = []
     for replica in pair(Net(), 2):
-        x, y = batch()
-        replica.begin()
-        replica.backward(replica(x.requires_grad_(), y)["loss"])
-        found.append(x.grad)
+        for number in range(2):
+            x, y = batch(number)
+            replica.begin()
+            replica.backward(replica(x.requires_grad_(), y)["loss"])
+            found.append(x.grad)
         assert replica.alive == [4, 4]
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        told = replica.network.placement.schedule == "1f1b"
+        assert replica.lines == ["an input of it, or a weight of its loss, wants a gradient"] * told
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("first", [True, False])

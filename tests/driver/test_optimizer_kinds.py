@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_hybrid import register_optimizer
 from lightning_hybrid.driver import optimizer_kinds
-from lightning_hybrid.driver.optimizer_kinds import refuse_deferred, why_whole
+from lightning_hybrid.driver.optimizer_kinds import refuse_deferred, why_steps_whole
 from lightning_hybrid.errors import HybridError
 
 DECLARED = sorted(k.__name__ for k in optimizer_kinds._DECLARED if "torch." in k.__module__)
@@ -49,7 +49,7 @@ def test_what_is_declared_of_torch_treats_each_parameter_by_itself(
         pytest.skip(f"{name} takes no {options}")
     parts = [*stepped(make, {0, 1}), *stepped(make, {2, 3})]
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
-    assert why_whole(make(parameters())) == ""
+    assert why_steps_whole(make(parameters())) == ""
 
 
 class OfItsOwnOptions(SGD):
@@ -85,20 +85,20 @@ def test_what_inherits_all_that_steps_from_a_declared_class_is_declared(
     kind: type[Optimizer],
 ) -> None:
     first = kind(parameters())  # type: ignore[call-arg]
-    assert why_whole(first) == ""
+    assert why_steps_whole(first) == ""
     # (torch wraps the `step` of a class when it makes the first object of it)
-    assert why_whole(deepcopy(kind)(parameters())) == ""  # type: ignore[call-arg]
+    assert why_steps_whole(deepcopy(kind)(parameters())) == ""  # type: ignore[call-arg]
 
 
 def test_the_one_of_torch_that_looks_at_all_parameters_steps_whole() -> None:
-    assert why_whole(torch.optim.LBFGS(parameters())) == "it looks at all parameters together"
+    assert why_steps_whole(torch.optim.LBFGS(parameters())) == "it looks at all parameters together"
 
 
 @pytest.mark.parametrize("kind", [OfItsOwnStep, Unknown])
 def test_any_other_class_steps_whole_with_a_line_that_says_how_to_declare_it(
     kind: type[Optimizer],
 ) -> None:
-    reason = why_whole(kind(parameters()))  # type: ignore[call-arg]
+    reason = why_steps_whole(kind(parameters()))  # type: ignore[call-arg]
     assert f"lightning_hybrid.register_optimizer({kind.__name__})" in reason
 
 
@@ -106,7 +106,7 @@ def test_a_class_that_no_other_rank_can_import_steps_whole() -> None:
     class Local(SGD):
         pass
 
-    assert "inside of a function" in why_whole(Local(parameters(), lr=0.1))
+    assert "inside of a function" in why_steps_whole(Local(parameters(), lr=0.1))
 
 
 def test_an_object_that_torch_has_not_made_ready_steps_whole() -> None:
@@ -115,7 +115,7 @@ def test_an_object_that_torch_has_not_made_ready_steps_whole() -> None:
         def __init__(self) -> None:
             self.param_groups = [{"params": []}]
 
-    assert "Optimizer.__init__" in why_whole(Bare())
+    assert "Optimizer.__init__" in why_steps_whole(Bare())
 
 
 def test_what_is_no_class_of_optimizers_is_refused() -> None:

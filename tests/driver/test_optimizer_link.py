@@ -25,8 +25,8 @@ class Notes:
     def zero_grad(self, index: int, set_to_none: bool) -> None:
         self.told.append(("zero_grad", index, set_to_none))
 
-    def settle(self) -> None:
-        self.told.append("settle")
+    def bring_gradients_to_owners(self) -> None:
+        self.told.append("gradients")
 
     def state(self, index: int) -> Mapping[str, dict[str, Any]]:
         return {"bias": {"momentum_buffer": torch.ones(2)}}
@@ -65,7 +65,7 @@ def test_workers_step_after_the_driver_and_hear_of_groups_that_have_changed() ->
     for rate in (0.1, 0.05):
         linked.optimizer.param_groups[0]["lr"] = rate
         linked.optimizer.step()
-    assert linked.notes.told == ["settle", ("step", 3, None), "settle", ("step", 3, [0.05])]
+    assert linked.notes.told == ["gradients", ("step", 3, None), "gradients", ("step", 3, [0.05])]
 
 
 class Halves(SGD):
@@ -93,7 +93,7 @@ def test_a_closure_runs_before_the_workers_step() -> None:
         return torch.ones(())
 
     assert linked.optimizer.step(closure) == 1.0
-    assert linked.notes.told == ["settle", "closure", "settle", ("step", 3, None)]
+    assert linked.notes.told == ["gradients", "closure", "gradients", ("step", 3, None)]
 
 
 def test_a_step_that_fails_is_no_step_of_the_workers() -> None:
@@ -104,13 +104,13 @@ def test_a_step_that_fails_is_no_step_of_the_workers() -> None:
 
     with pytest.raises(KeyError):
         linked.optimizer.step(closure)
-    assert linked.notes.told == ["settle"]
+    assert linked.notes.told == ["gradients"]
 
 
 def test_an_optimizer_that_steps_whole_has_everything_at_hand() -> None:
     linked = Linked("it looks at all parameters")
     linked.optimizer.step()
-    assert linked.notes.told == ["settle", "at hand", "taken back"]
+    assert linked.notes.told == ["gradients", "at hand", "taken back"]
 
 
 def test_gradients_are_cleared_everywhere() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.driver.outputs import join, split_gradients
+from lightning_hybrid.driver.outputs import join_outputs, split_gradients
 from lightning_hybrid.graph.rows import Rows
 
 
@@ -15,7 +15,7 @@ def test_gradients_are_split_as_outputs_are_joined() -> None:
         tensor_outputs=("logits", "by_time", "shared"),
     )
     parts = [[torch.ones(n, 2) * n, torch.ones(3, n) * n, torch.tensor(1.0)] for n in (2, 1)]
-    joined = join(parts, graph)
+    joined = join_outputs(parts, graph)
     assert [tuple(each.shape) for each in joined] == [(3, 2), (3, 3), ()]
     logits, by_time, shared = zip(*split_gradients(joined, [2, 1], graph))
     for index, given in enumerate((logits, by_time)):

@@ -16,19 +16,19 @@ from lightning_hybrid.comm.protocol import (
     TakeWeights,
 )
 from lightning_hybrid.driver.ownership import Ownership
-from lightning_hybrid.remote.proxy import Kind
+from lightning_hybrid.remote.proxy import RemoteKind
 
 ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
 
 
 @pytest.fixture
-def unsettled() -> set[int]:
+def unaveraged() -> set[int]:
     return set()
 
 
 @pytest.fixture
-def ownership(crew: Crew, unsettled: set[int]) -> Ownership:
-    made = Ownership(crew.workers, unsettled)
+def ownership(crew: Crew, unaveraged: set[int]) -> Ownership:
+    made = Ownership(crew.workers, unaveraged)
     assert not made.any_network
     made.add(0, {1: ("a", "mask"), 2: ("b", "mask")})
     made.add(1, {1: ("c",), 2: ()})
@@ -36,10 +36,10 @@ def ownership(crew: Crew, unsettled: set[int]) -> Ownership:
 
 
 @pytest.mark.parametrize(
-    ("kind", "command"), [(Kind.PARAMETER, GiveWeights), (Kind.GRADIENT, GiveGradients)]
+    ("kind", "command"), [(RemoteKind.PARAMETER, GiveWeights), (RemoteKind.GRADIENT, GiveGradients)]
 )
 def test_each_worker_is_asked_once_for_what_it_owns(
-    crew: Crew, ownership: Ownership, kind: Kind, command: type
+    crew: Crew, ownership: Ownership, kind: RemoteKind, command: type
 ) -> None:
     crew.answer(1, Answer(tensors=[("a", ONE), ("c", TWO)]))
     crew.answer(2, Answer(tensors=[("b", TWO)]))
@@ -52,7 +52,7 @@ def test_each_worker_is_asked_once_for_what_it_owns(
 def test_a_constant_of_several_workers_changes_on_all_of_them(
     crew: Crew, ownership: Ownership
 ) -> None:
-    ownership.take(Kind.BUFFER, {"mask": ONE, "a": TWO})
+    ownership.take(RemoteKind.BUFFER, {"mask": ONE, "a": TWO})
     first, second = crew.heard(1), crew.heard(2)
     assert isinstance(first, TakeWeights)
     assert isinstance(second, TakeWeights)
@@ -61,12 +61,12 @@ def test_a_constant_of_several_workers_changes_on_all_of_them(
 
 
 def test_networks_whose_gradients_are_added_to_are_averaged_again(
-    crew: Crew, ownership: Ownership, unsettled: set[int]
+    crew: Crew, ownership: Ownership, unaveraged: set[int]
 ) -> None:
-    ownership.take(Kind.GRADIENT, {"b": TWO})
-    assert unsettled == set()
-    ownership.take(Kind.GRADIENT, {"c": TWO}, add=True)
-    assert unsettled == {1}
+    ownership.take(RemoteKind.GRADIENT, {"b": TWO})
+    assert unaveraged == set()
+    ownership.take(RemoteKind.GRADIENT, {"c": TWO}, add=True)
+    assert unaveraged == {1}
     command = crew.heard(1)
     assert isinstance(command, TakeGradients)
     assert command.add
@@ -87,9 +87,9 @@ def test_a_worker_owns_tensors_of_all_networks(ownership: Ownership) -> None:
     assert [ownership.tensors_of(rank) for rank in (1, 2)] == [["a", "mask", "c"], ["b", "mask"]]
 
 
-@pytest.mark.parametrize("kind", [Kind.PARAMETER, Kind.GRADIENT])
+@pytest.mark.parametrize("kind", [RemoteKind.PARAMETER, RemoteKind.GRADIENT])
 def test_after_an_error_in_an_exchange_workers_are_not_asked(
-    crew: Crew, ownership: Ownership, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    crew: Crew, ownership: Ownership, kind: RemoteKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for its tensors, and would hear no question."""
 
@@ -99,7 +99,7 @@ def test_after_an_error_in_an_exchange_workers_are_not_asked(
     monkeypatch.setattr(crew.workers.lines[1], "to_driver", fails)
     with pytest.raises(torch.OutOfMemoryError):
         ownership.bring(kind, {"a": torch.zeros(2)})
-    assert crew.heard(1) == LendTensors(["a"], kind is Kind.GRADIENT, [torch.float32])
+    assert crew.heard(1) == LendTensors(["a"], kind is RemoteKind.GRADIENT, [torch.float32])
     assert not crew.workers.in_step
 
 
@@ -129,11 +129,11 @@ def test_gradients_of_lent_weights_go_back_in_the_owner_s_type_if_all_are_dense(
     crew: Crew, ownership: Ownership, lines: list[torch.Tensor]
 ) -> None:
     ownership.lend(1, {"a": torch.zeros(2), "c": torch.zeros(2)})
-    ownership.take(Kind.GRADIENT, {"a": TWO, "c": TWO.double(), "b": TWO}, add=True)
+    ownership.take(RemoteKind.GRADIENT, {"a": TWO, "c": TWO.double(), "b": TWO}, add=True)
     assert crew.heard(1) == TakeLentGradients()
     assert [tensor.dtype for tensor in lines] == [torch.float32] * 2
     for others in ({"a": TWO}, {"a": TWO, "c": torch.eye(2).to_sparse()}):
-        ownership.take(Kind.GRADIENT, others, add=True)
+        ownership.take(RemoteKind.GRADIENT, others, add=True)
         command = crew.heard(1)
         assert isinstance(command, TakeGradients)
         assert [name for name, _ in command.tensors] == [*others]

@@ -62,7 +62,7 @@ def test_what_no_network_owns_is_averaged_by_the_driver() -> None:
 
 def test_without_a_network_all_is_the_drivers_own() -> None:
     made = module()
-    replicated(made).settle()
+    replicated(made).note_no_cut()
     assert moved(made) == made.state_dict().keys()
 
 

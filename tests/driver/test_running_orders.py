@@ -11,7 +11,7 @@ from planned import simulate
 from test_streamed_calls import Coming, frozen_scale, model, train, values
 from torch import nn
 
-from lightning_hybrid.comm.protocol import Step
+from lightning_hybrid.comm.protocol import StepOptimizer
 from lightning_hybrid.schedules import make_schedule
 from lightning_hybrid.stage.rank_stages import StageOptions
 
@@ -90,13 +90,13 @@ def train_noting_steps(replica: Replica, coming: Coming, window: int = 1) -> lis
             pass
 
     for number, worker in replica.workers.items():
-        step = worker._handlers[Step]
+        step = worker._handlers[StepOptimizer]
 
-        def noted(command: Step, step: Any = step, number: int = number - 1) -> Any:
+        def noted(command: StepOptimizer, step: Any = step, number: int = number - 1) -> Any:
             note(number)
             return step(command)
 
-        worker._handlers[Step] = noted
+        worker._handlers[StepOptimizer] = noted
     optimizer.register_step_post_hook(lambda *_: note(-1))
     train(replica, coming, optimizer, window=window)
     replica.end()

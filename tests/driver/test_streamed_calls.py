@@ -19,7 +19,7 @@ from serial_schedules import in_stages, train_serially
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.connections import ConnectionLost
-from lightning_hybrid.comm.protocol import Check
+from lightning_hybrid.comm.protocol import GiveFailure
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.errors import NetworkError
@@ -618,7 +618,7 @@ def test_an_error_in_a_forward_that_ran_ahead_is_raised_in_the_turn_of_its_batch
     def after(number: int) -> None:
         done.append(number)
         if number == 0:  # from now on the first stage fails
-            replica.driver.commands.ask(Check())  # batches 1, 2 and 3 have run
+            replica.driver.commands.ask(GiveFailure())  # batches 1, 2 and 3 have run
             own = replica.workers[1]._networks[0].engine.owned[0]
             run, counted = own.specializations[0].run_with, []
 
@@ -669,7 +669,7 @@ POINTS = [
 
 def trained_until_the_end(replica: Replica, coming: Coming, window: int) -> None:
     train(replica, coming, torch.optim.SGD(replica.model.parameters(), lr=0.1), window=window)
-    replica.driver.commands.ask(Check())
+    replica.driver.commands.ask(GiveFailure())
 
 
 @pytest.mark.parametrize(("name", "window", "stage", "part"), POINTS)

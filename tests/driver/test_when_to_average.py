@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from crew import Crew
 
-from lightning_hybrid.comm.protocol import Free, Reduce
+from lightning_hybrid.comm.protocol import FreeCall, Reduce
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 
@@ -43,8 +43,8 @@ class Step:
             def __bool__(self) -> bool:
                 return borrows
 
-            def settle(_) -> None:
-                self.notes.append("settle")
+            def add_borrowed_gradients(_) -> None:
+                self.notes.append("borrowed")
 
         borrowing: Any = Borrows()
         commands = Commands(self.crew.workers, remote)
@@ -83,13 +83,13 @@ def test_a_penalty_tied_weights_and_accumulation_forbid_it(step: Any) -> None:
 
 def test_networks_that_no_backward_has_averaged_are_averaged_in_order(step: Any) -> None:
     one = step(1)
-    one.gradients.unsettled.add(1)
-    one.gradients.unsettled.add(0)
+    one.gradients.unaveraged.add(1)
+    one.gradients.unaveraged.add(0)
     one.gradients.before_backward()
     one.gradients.after_backward()
     assert one.notes == [
         "flush",
-        "settle",
+        "borrowed",
         "flush",
         "first reduce",
         "flush",
@@ -99,23 +99,23 @@ def test_networks_that_no_backward_has_averaged_are_averaged_in_order(step: Any)
     ]
     assert [one.crew.heard(1) for _ in range(2)] == [Reduce(0), Reduce(1)]
     one.gradients.after_backward()  # they are final now
-    one.crew.workers.send(1, Free(0, 0))
-    assert one.crew.heard(1) == Free(0, 0)
+    one.crew.workers.send(1, FreeCall(0, 0))
+    assert one.crew.heard(1) == FreeCall(0, 0)
 
 
 def test_what_a_backward_has_averaged_is_not_averaged_again(step: Any) -> None:
     one = step(1)
     one.gradients.after_backward()
-    assert one.notes == ["flush", "settle", "rest arm", "rest finish"]
+    assert one.notes == ["flush", "borrowed", "rest arm", "rest finish"]
 
 
-def test_while_gradients_accumulate_they_settle_and_stay(step: Any) -> None:
+def test_while_gradients_accumulate_they_come_to_the_owners_and_stay(step: Any) -> None:
     one = step(1)
     one.gradients.synchronize = False
-    one.gradients.unsettled.add(0)
+    one.gradients.unaveraged.add(0)
     one.gradients.before_backward()
     one.gradients.after_backward()
-    assert one.notes == ["flush", "settle"]
+    assert one.notes == ["flush", "borrowed"]
     one.gradients.synchronize = True
     one.gradients.after_backward()
     assert "first reduce" in one.notes
@@ -125,4 +125,4 @@ def test_without_workers_averaging_overlaps_the_backward(step: Any) -> None:
     one = step(0)
     one.gradients.before_backward()
     one.gradients.after_backward()
-    assert one.notes == ["rest arm", "flush", "settle", "rest finish"]
+    assert one.notes == ["rest arm", "flush", "borrowed", "rest finish"]

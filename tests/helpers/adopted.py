@@ -25,6 +25,7 @@ class Driven:
         workers: how many.
         verify: which calls are compared with what the network's Python gives.
         devices: of each stage its device, or those of its copies; empty: each worker has a stage.
+        options: further ones of the driver.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Driven:
         workers: int = 1,
         verify: Verify = False,
         devices: tuple[int | tuple[int, ...], ...] = (),
+        **options: Any,
     ) -> None:
         self._devices = devices
         torch.manual_seed(0)
@@ -50,13 +52,12 @@ class Driven:
             DriverOptions(
                 seed=0,
                 stages=StageOptions(),
-                microbatches=2,
-                planner=self.plan,
                 trains=True,
                 automatic=False,
                 say=self.lines.append,
                 progress=StartProgress(None),
                 verify=verify,
+                **{"microbatches": 2, "planner": self.plan, **options},
             ),
             self.plans,
         )

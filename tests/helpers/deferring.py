@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_hybrid.remote.deferral import Deferral
+from lightning_hybrid.remote.deferred_maker import DeferredMaker
 
 
-def build(function: Callable[[], nn.Module]) -> tuple[nn.Module, Deferral]:
+def build(function: Callable[[], nn.Module]) -> tuple[nn.Module, DeferredMaker]:
     """A network whose tensors wait, as in ``configure_model``."""
     torch.manual_seed(5)
-    root, deferral = nn.Module(), Deferral(torch.device("cpu"))
+    root, deferral = nn.Module(), DeferredMaker(torch.device("cpu"))
     with deferral.building(root), torch.device("cpu"):
         root.net = function()
     return root.net, deferral

@@ -314,7 +314,9 @@ class Replica(Ranks):
         trains: bool = False,
     ) -> None:
         super().__init__(
-            *(model, max(map(max, map(copies_of, devices))), timeout_s),
+            model,
+            max(map(max, map(copies_of, devices))),
+            timeout_s,
             options=options,
             batches=batches,
             on=on,

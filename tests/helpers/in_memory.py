@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_hybrid.comm.connections import Transfer, Wire, connection_lost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.message_channel import Channel
-from lightning_hybrid.comm.replica_channels import EdgeWires, Lines
+from lightning_hybrid.comm.replica_channels import EdgeWires, ReplicaWires
 
 TIMEOUT_S = 30.0
 """How long a rank waits for another one: longer than any test."""
@@ -166,7 +166,7 @@ class MemoryReplica:
                     wire.close()
 
 
-class MemoryLines(Lines):
+class MemoryLines(ReplicaWires):
     """The lines of one rank of a :class:`MemoryReplica`."""
 
     def __init__(self, replica: MemoryReplica, coordinates: Coordinates) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.autograd import backwards_as_ever
 from lightning_hybrid.capture import Capture
 from lightning_hybrid.capture.watched_calls import own_forward
-from lightning_hybrid.comm.protocol import Check, Placement
+from lightning_hybrid.comm.protocol import GiveFailure, Placement
 from lightning_hybrid.driver.inside_call import why_not_inside
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.graph import NetworkGraph, cut, network_partitions
@@ -72,13 +72,17 @@ class Cut(Ranks):
 
     Args:
         net: the network.
-        stages: into how many it is cut.
+        stages: number of ranks.
         schedule: the name of the schedule.
         parts: number of micro-batches.
         on: the device of each rank.
+        rounds: stages of each rank.
+        split: numbers of the stages whose backward is split.
 
     Attributes:
-        alive: by stage, the most micro-batches that it has kept at once.
+        alive: by rank, in the order of its first stage, of how many forwards its stages have kept
+            something at once.
+        lines: said to the user.
     """
 
     def __init__(
@@ -88,16 +92,20 @@ class Cut(Ranks):
         schedule: str,
         parts: int = 4,
         on: Callable[[int], torch.device] = lambda _: CPU,
+        *,
+        rounds: int = 1,
+        split: Sequence[int] = (),
     ) -> None:
         super().__init__(Model(deepcopy(net)).double(), stages - 1, on=on)
-        self._devices, self._parts = (*range(1, stages), 0), parts
+        self._devices, self._parts = (*range(1, stages), 0) * rounds, parts
+        self._split = split
         self._schedule, self._calls = schedule, dict[NetworkGraph, NetworkCall]()
         inner = self.model.net
         self._hollow = Hollow(inner, on(0))
         shares = schedule == "1f1b"
         self._capture = Capture(inner, own_forward(inner), self._run, shares=shares)
         self.alive = [0] * stages
-        self.steps = 0
+        self.steps, self.lines = 0, list[str]()
 
     def __call__(self, x: Tensor, y: Tensor) -> Any:
         with self.driver.remote.suspended(), backwards_as_ever(), self._hollow:
@@ -116,14 +124,15 @@ class Cut(Ranks):
         if self._calls:
             self.driver.distribution.distribute_again(self.network, codes)
         else:
-            placement = Placement.of(codes, self._devices, self._schedule)
+            placement = Placement.of(codes, self._devices, self._schedule, self._split)
             self.network = self.driver.add_network(
                 "net", self.model.net, codes, placement, continues=False
             )
             self.why_not = why_not_inside(self.network, graph)
             for stage, engine in enumerate(self.engines()):
                 self._count(stage, engine)
-        return NetworkCall(self.network, self.network.specialize(graph, self._parts))
+        specialization = self.network.specialize(graph, self._parts)
+        return NetworkCall(self.network, specialization, self.lines.append)
 
     def engines(self) -> list[Any]:
         """Of the stages, in their order."""
@@ -135,7 +144,7 @@ class Cut(Ranks):
 
         def counted(own: Any, key: Any) -> Any:
             calls = self.networks()[stage].calls.values()
-            now = max((len(call.saved[0]) + 1 for call in calls), default=0)
+            now = max((sum(map(len, call.saved)) + 1 for call in calls), default=0)
             self.alive[stage] = max(self.alive[stage], now)
             return stage_for(own, key)
 
@@ -155,11 +164,11 @@ class Cut(Ranks):
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Of all parameters, those that their owners have."""
-        self.driver.commands.ask(Check())
+        self.driver.commands.ask(GiveFailure())
         return {n: p.grad for n, p in self._owned(lambda net: net.named_parameters())}
 
     def buffers(self) -> dict[str, Tensor]:
-        self.driver.commands.ask(Check())
+        self.driver.commands.ask(GiveFailure())
         return dict(self._owned(lambda net: net.named_buffers()))
 
     def _owned(self, named: Callable[[nn.Module], Any]) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.remote.living_views import views_of
-from lightning_hybrid.remote.proxy import Kind
+from lightning_hybrid.remote.proxy import RemoteKind
 from lightning_hybrid.remote.remote import RemoteTensors
 
 
@@ -20,20 +20,20 @@ class Owner:
         self.tensors = self.parameters | dict(module.named_buffers())
         self.given: list[list[str]] = []
 
-    def give(self, kind: Kind, names: list[str]) -> Mapping[str, Tensor]:
+    def give(self, kind: RemoteKind, names: list[str]) -> Mapping[str, Tensor]:
         self.given.append(names)
-        if kind is Kind.GRADIENT:
+        if kind is RemoteKind.GRADIENT:
             return {n: self.parameters[n].grad.clone() for n in names}  # type: ignore[union-attr]
         return {n: self.tensors[n].detach().clone() for n in names}
 
-    def bring(self, kind: Kind, memory: Mapping[str, Tensor]) -> list[str]:
+    def bring(self, kind: RemoteKind, memory: Mapping[str, Tensor]) -> list[str]:
         for name, value in self.give(kind, [*memory]).items() if memory else ():
             memory[name].data.copy_(value)
         return [*memory]
 
-    def take(self, kind: Kind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
+    def take(self, kind: RemoteKind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
         for name, value in values.items():
-            if kind is not Kind.GRADIENT:
+            if kind is not RemoteKind.GRADIENT:
                 self.tensors[name].data.copy_(value)
             elif add and self.parameters[name].grad is not None:
                 self.parameters[name].grad += value  # type: ignore[operator]
@@ -71,7 +71,7 @@ class World:
 
     def backward_there(self) -> None:
         self.there(torch.randn(5, 3)).square().sum().backward()
-        self.remote.outdate(Kind.GRADIENT, Kind.BUFFER)
+        self.remote.outdate(RemoteKind.GRADIENT, RemoteKind.BUFFER)
 
     def same(self) -> bool:
         self.remote.flush()

@@ -10,7 +10,7 @@ from nccl_rules import StrictReplica
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.protocol import Backward, Placement
-from lightning_hybrid.comm.tensor_specs import CallKey, Precision, TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
 from lightning_hybrid.stage.calls import Call, Traffic
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.rank_stages import StageOptions
@@ -94,7 +94,7 @@ class Pipeline:
         """A call with these inputs per micro-batch, on each rank."""
         specs = tuple(tuple(TensorSpec.of(value) for value in part) for part in parts)
         numbers = tuple(() for _ in parts)
-        key = CallKey(0, specs, numbers, True, True, (), Precision.current(CPU))
+        key = CallKey(0, specs, numbers, True, True, (), CallPrecision.current(CPU))
         exchange = key not in self._traffic
         known = self._traffic.setdefault(
             key, {d: [Traffic() for _ in e.owned] for d, e in self.engines.items()}

@@ -5,19 +5,20 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_hybrid.planning.cluster_description import ClusterDescription
+from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
-from lightning_hybrid.planning.simulate import Timeline
-from lightning_hybrid.planning.simulate import simulate as simulate_costs
-from lightning_hybrid.planning.step_problem import StepProblem
-from lightning_hybrid.planning.step_problems import (
+from lightning_hybrid.planning.shape_costs import (
     in_training,
     links_of,
     problem_of,
     ring_of,
     rings_s,
 )
+from lightning_hybrid.planning.simulate import Timeline
+from lightning_hybrid.planning.simulate import simulate as simulate_costs
+from lightning_hybrid.planning.step_problem import StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import Schedule
 
@@ -72,10 +73,9 @@ def problem_on(
     replicas = len(cluster.devices) // devices
     reduce_s = rings_s(ring_of(cluster, devices), costs.gradient_bytes, replicas)
     costs = costs.averaged() if replicas > 1 else costs
-    # one stage runs the backward of a micro-batch before the next forward
-    table = in_training(costs, microbatches if devices > 1 else 1, reduce_s, recompute)
-    links = links_of(cluster, devices)
-    return problem_of(table, cluster, devices, microbatches, links, recompute, replica)
+    way = ChainSizes(stages=devices, microbatches=microbatches, recompute=recompute)
+    table = in_training(costs, way, reduce_s)
+    return problem_of(table, cluster, way, links_of(cluster, devices), replica)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import INSIDE, Instruction, Kind, Schedule
+from lightning_hybrid.schedules import INSIDE, Instruction, InstructionKind, Schedule
 from lightning_hybrid.schedules.instructions import Lists, execute
 
 
@@ -17,7 +17,7 @@ def check(schedule: Schedule) -> None:
     """
     inside = schedule.name == INSIDE  # its backwards are in the forward lists
     backwards = schedule.forward if inside else schedule.backward
-    passes = ((Kind.FORWARD, schedule.forward), (Kind.BACKWARD, backwards))
+    passes = ((InstructionKind.FORWARD, schedule.forward), (InstructionKind.BACKWARD, backwards))
     for kind, lists in passes:
         if len(lists) != schedule.stages:
             raise PlanError(
@@ -31,7 +31,7 @@ def check(schedule: Schedule) -> None:
                     f"stage {stage} of schedule {schedule.name!r} runs {kind} on micro-batches "
                     f"{done}, not once on each of 0..{schedule.microbatches - 1}"
                 )
-            if kind is Kind.BACKWARD:
+            if kind is InstructionKind.BACKWARD:
                 _check_weights(schedule, stage, instructions)
         for _ in execute(lists):
             pass
@@ -39,14 +39,16 @@ def check(schedule: Schedule) -> None:
 
 def _check_weights(schedule: Schedule, stage: int, instructions: Sequence[Instruction]) -> None:
     """A stage has a weight part after each of its backwards, or none at all."""
-    weights = [i.microbatch for i in instructions if i.kind is Kind.WEIGHT]
+    weights = [i.microbatch for i in instructions if i.kind is InstructionKind.WEIGHT]
     if weights and sorted(weights) != list(range(schedule.microbatches)):
         raise PlanError(
             f"stage {stage} of schedule {schedule.name!r} runs weight on micro-batches "
             f"{sorted(weights)}, not once on each of 0..{schedule.microbatches - 1}"
         )
     for microbatch in weights:
-        weight, backward = (Instruction(k, microbatch) for k in (Kind.WEIGHT, Kind.BACKWARD))
+        weight, backward = (
+            Instruction(k, microbatch) for k in (InstructionKind.WEIGHT, InstructionKind.BACKWARD)
+        )
         if instructions.index(weight) < instructions.index(backward):
             raise PlanError(
                 f"stage {stage} of schedule {schedule.name!r} runs {weight} before {backward}, "
@@ -86,7 +88,7 @@ def _clock_table(lists: Lists, width: int) -> list[str]:
             link = (instruction.peer(stage, len(lists)), stage)
             clock[stage] = max(clock[stage], sent[link].popleft())
         elif instruction.kind.computes:
-            weight = instruction.kind is Kind.WEIGHT
+            weight = instruction.kind is InstructionKind.WEIGHT
             cells[stage][clock[stage]] = "w" if weight else str(instruction.microbatch)
             clock[stage] += 1
     return [

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD
 
-from lightning_hybrid.parts.asynchronous import Home, Push
+from lightning_hybrid.parts.asynchronous import ParameterServer, Push
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 PUSHES = 12
@@ -37,7 +37,7 @@ def has_both(replica: int, push: int) -> bool:
     return (replica + push) % 3 > 0
 
 
-def train(home: Home, replicas: int, seed: int) -> Tensor:
+def train(home: ParameterServer, replicas: int, seed: int) -> Tensor:
     """Each replica pushes for each of its batches in a thread, and comes to the fence.
 
     Returns:
@@ -86,7 +86,7 @@ def test_every_push_is_applied_once_within_the_bound_and_as_in_a_replay(
     replicas: int, bound: int
 ) -> None:
     order: list[Push] = []
-    home = Home(replicas, bound, order.append)
+    home = ParameterServer(replicas, bound, order.append)
     theirs = optimizer()
     home.load(theirs)
     weights = train(home, replicas, seed=bound)
@@ -100,7 +100,7 @@ def test_every_push_is_applied_once_within_the_bound_and_as_in_a_replay(
 
 def test_a_replica_that_stalls_holds_the_others_up_only_at_the_bound() -> None:
     order: list[Push] = []
-    home = Home(2, 3, order.append)
+    home = ParameterServer(2, 3, order.append)
     home.load(optimizer())
     message = torch.ones(13, dtype=torch.float64)
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_a_replica_that_stalls_holds_the_others_up_only_at_the_bound() -> None:
 
 def test_states_and_weights_written_at_a_fence_are_gone_on_from() -> None:
     message, fence = torch.ones(13, dtype=torch.float64), torch.zeros(13, dtype=torch.float64)
-    home, theirs = Home(1, 0, lambda push: None), optimizer()
+    home, theirs = ParameterServer(1, 0, lambda push: None), optimizer()
     home.load(theirs)
     for _ in range(3):
         home.take(0, message)
@@ -139,7 +139,7 @@ def test_states_and_weights_written_at_a_fence_are_gone_on_from() -> None:
 
 
 def test_an_error_wakes_all_who_wait() -> None:
-    home, raised = Home(2, 0, lambda push: None), list[str]()
+    home, raised = ParameterServer(2, 0, lambda push: None), list[str]()
     home.load(optimizer())
 
     def wait() -> None:

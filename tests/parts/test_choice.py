@@ -14,7 +14,7 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.parts import choice, parts_of
 from lightning_hybrid.run.building import Building
-from lightning_hybrid.run.framework import ByTrainer
+from lightning_hybrid.run.framework import TrainerFramework
 from lightning_hybrid.run.run import Run
 
 # Lightning's advice on unused devices and loggers
@@ -30,7 +30,7 @@ def run(rank: int, size: int, stages: int, survivors: Any = None, **options: Any
     world: Any = SimpleNamespace(coordinates=here, mesh=mesh, cluster=None)
     return Run(
         config=Config(**options),
-        framework=ByTrainer(trainer),
+        framework=TrainerFramework(trainer),
         module=module,
         world=world,
         device=torch.device("cpu"),

@@ -12,8 +12,8 @@ from planned import problem_on
 from lightning_hybrid.planning import PartitionTable, Plan
 from lightning_hybrid.planning.arrangements import Arrangement, Arrangements, improve
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.shape_costs import with_copies
 from lightning_hybrid.planning.shapes import plans_of, rank_shapes
-from lightning_hybrid.planning.step_problems import with_copies
 
 BATCH, SLICES = 4, (1, 2, 4)
 
@@ -72,7 +72,10 @@ def least_of_one_choice(at: ClusterDescription, replicas: int, size: int, slices
                     continue
                 apart = [
                     problem_on(
-                        *(costs.scaled(share / BATCH), at, size, slices),
+                        costs.scaled(share / BATCH),
+                        at,
+                        size,
+                        slices,
                         recompute=recompute,
                         replica=replica,
                     )

@@ -7,7 +7,8 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.planning.planner import MARGIN, plan_by_schedule, plan_within_memory
+from lightning_hybrid.planning.planner import plan_by_schedule, plan_within_memory
+from lightning_hybrid.planning.step_time import MARGIN
 
 
 class Planner:

@@ -11,10 +11,10 @@ from lightning_hybrid.planning.cluster_description import ClusterDescription, De
 from lightning_hybrid.planning.copied_stages import owners_of
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
+from lightning_hybrid.planning.shape_costs import CostsOf, ring_s
 from lightning_hybrid.planning.shapes import Shape, plans_of, rank_shapes, recommended
 from lightning_hybrid.planning.simulate import DealtCosts
-from lightning_hybrid.planning.step_problems import CostsOf, ring_s
-from lightning_hybrid.schedules import Copy
+from lightning_hybrid.schedules import StageCopy
 
 HOST = Level(name="host", devices=2, bandwidth_bytes_per_s=8e9, latency_s=0.0)
 NETWORK = Level(name="network", devices=4, bandwidth_bytes_per_s=1.25e9, latency_s=1e-4)
@@ -80,13 +80,13 @@ def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -
                 ]
                 level = max((each for each in found if each), key=lambda level: level.devices)
                 sent = costs.cut_bytes[ends[stage] - 1] / level.bandwidth_bytes_per_s
-                edges[Copy(stage, i), Copy(stage + 1, j)] = (sent, level.latency_s)
+                edges[StageCopy(stage, i), StageCopy(stage + 1, j)] = (sent, level.latency_s)
     step_s = each(costs.step_s)
     for i, source in enumerate(owners[-1][:-1]):
         found = [at.level([k + source, k]) for k in range(0, len(at.devices), size)]
         level = max((each for each in found if each), key=lambda level: level.devices)
         sent = costs.output_bytes / level.bandwidth_bytes_per_s
-        edges[Copy(len(owners) - 1, i), Copy(len(owners), 0)] = (sent, level.latency_s)
+        edges[StageCopy(len(owners) - 1, i), StageCopy(len(owners), 0)] = (sent, level.latency_s)
         if i == 0:  # which gives the driver the weights
             size_bytes = sum(costs.gradient_bytes[ends[-2] :])
             lent_s = size_bytes / level.bandwidth_bytes_per_s + level.latency_s

@@ -18,7 +18,7 @@ from lightning_hybrid.planning.plan_page import predicted_lanes
 from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
-from lightning_hybrid.schedules import Copy
+from lightning_hybrid.schedules import StageCopy
 
 
 def table(n: int, seed: int = 0, **more: Any) -> PartitionTable:
@@ -82,7 +82,9 @@ def by_hand(partitions: PartitionTable, copies: tuple[int, ...], ends: list[int]
     if copies[-1] > 1:
         # outputs go to the driver, which has the last copy, and then the stage's weights
         last, outputs = len(copies) - 1, (partitions.output_bytes / 4.0, 0.01)
-        collecting = {(Copy(last, i), Copy(last + 1, 0)): outputs for i in range(copies[-1] - 1)}
+        collecting = {
+            (StageCopy(last, i), StageCopy(last + 1, 0)): outputs for i in range(copies[-1] - 1)
+        }
         taken_s = sums(partitions.gradient_bytes)[-1] / 4.0 + 0.01
         step_s = [*dealt.step_s[:-1], [*dealt.step_s[-1][:-1], costs.step_s[-1] + taken_s]]
         dealt = replace(dealt, edges={**dealt.edges, **collecting}, step_s=step_s)
@@ -204,8 +206,8 @@ def test_each_pair_of_copies_has_the_link_of_its_devices() -> None:
     )
     edges = stages(table(2, cut_bytes=[3.0]), (2, 1), links=links).costs([1, 2]).edges
     assert edges == {
-        (Copy(0, 0), Copy(1, 0)): (3.0, 0.1),
-        (Copy(0, 1), Copy(1, 0)): (15.0, 0.2),
+        (StageCopy(0, 0), StageCopy(1, 0)): (3.0, 0.1),
+        (StageCopy(0, 1), StageCopy(1, 0)): (15.0, 0.2),
     }
 
 

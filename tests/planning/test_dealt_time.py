@@ -9,7 +9,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.simulate import DealtCosts, simulate, simulate_dealt
 from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
-from lightning_hybrid.schedules import Copy, Kind, collected, deal, make_schedule
+from lightning_hybrid.schedules import InstructionKind, StageCopy, collected, deal, make_schedule
 
 SHAPES = [(1,), (1, 1), (2, 1), (1, 2), (3, 1), (2, 2), (1, 3), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
 
@@ -90,7 +90,7 @@ def test_messages_that_occupy_no_link_follow_the_recurrence(copies: tuple[int, .
 
 
 def test_a_device_that_feeds_several_copies_sends_one_message_at_a_time() -> None:
-    inputs = {(Copy(1, 0), Copy(0, i)): (1.0, 0.0) for i in range(3)}
+    inputs = {(StageCopy(1, 0), StageCopy(0, i)): (1.0, 0.0) for i in range(3)}
     zero = [[0.0] * 3, [0.0]]
     costs = DealtCosts(
         forward_s=[[5.0] * 3, [0.0]],
@@ -101,7 +101,9 @@ def test_a_device_that_feeds_several_copies_sends_one_message_at_a_time() -> Non
         edges=inputs,
     )
     events = simulate_dealt(deal(make_schedule("gpipe", 2, 3), (3, 1)), costs).events
-    first = [e.start_s for e in events if e.stage == 0 and e.instruction.kind is Kind.FORWARD]
+    first = [
+        e.start_s for e in events if e.stage == 0 and e.instruction.kind is InstructionKind.FORWARD
+    ]
     assert sorted(first) == [1.0, 2.0, 3.0]
 
 
@@ -115,7 +117,9 @@ def test_gradients_travel_when_the_last_copy_has_begun_its_last_backward() -> No
         reduce_s=[6.0, 0.0],
     )
     timeline = simulate_dealt(deal(make_schedule("gpipe", 2, 2), (2, 1)), costs)
-    reduces = [e for e in timeline.events if e.stage == 0 and e.instruction.kind is Kind.REDUCE]
+    reduces = [
+        e for e in timeline.events if e.stage == 0 and e.instruction.kind is InstructionKind.REDUCE
+    ]
     assert [(e.copy, e.start_s, e.end_s) for e in reduces] == [(0, 4.0, 10.0), (1, 4.0, 10.0)]
     assert timeline.makespan_s == 10.5
 
@@ -144,14 +148,20 @@ def test_the_time_without_events_is_that_of_the_lists(copies: tuple[int, ...]) -
 
     for microbatches in (1, 2, 5, 9):
         edges = {
-            (Copy(stage, i), Copy(stage + 1, j)): (chance.choice((0.0, 0.7)), chance.random())
+            (StageCopy(stage, i), StageCopy(stage + 1, j)): (
+                chance.choice((0.0, 0.7)),
+                chance.random(),
+            )
             for stage in count[:-1]
             for i in range(copies[stage])
             for j in range(copies[stage + 1])
         }
         # outputs of all copies of the last stage but the driver's go to the driver
         edges |= {
-            (Copy(len(copies) - 1, i), Copy(len(copies), 0)): (chance.choice((0.0, 0.7)), 0.3)
+            (StageCopy(len(copies) - 1, i), StageCopy(len(copies), 0)): (
+                chance.choice((0.0, 0.7)),
+                0.3,
+            )
             for i in range(copies[-1] - 1)
         }
         costs = DealtCosts(

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from lightning_hybrid.planning.memory_check import Fit, Way, least_lacks, what_would_fit
+from lightning_hybrid.planning.memory_check import ChainSizes, Fit, least_lacks, what_would_fit
 from lightning_hybrid.planning.partition_table import PartitionTable
 
 
@@ -29,7 +29,7 @@ def test_the_least_that_lacks_is_that_of_the_best_of_all_cuts(seed: int) -> None
 def fit(limit: float, stages: int = 2, **how: bool) -> Fit:
     """Six partitions of 1 GB, and 2 GB of activations each."""
     return Fit(
-        way=Way(stages=stages, microbatches=2, **how),
+        way=ChainSizes(stages=stages, microbatches=2, **how),
         limits=[limit] * stages,
         whole=PartitionTable(
             forward_s=[1.0] * 6,
@@ -65,7 +65,7 @@ def test_backwards_inside_of_calls_are_named_where_they_would_fit() -> None:
         gradient_bytes=[4e8] * 2,
         activation_bytes=[8e9] * 2,  # of eight micro-batches, of which two are kept
     )
-    way = Way(stages=2, microbatches=8)
+    way = ChainSizes(stages=2, microbatches=8)
     for limit, fits in ((3.4e9, True), (3.3e9, False)):
         asked = Fit(way=way, limits=[limit] * 2, whole=table, batch=8, may_go_inside=True)
         named = "2 stages, 8 micro-batches and schedule='1f1b', if the network returns its loss"

@@ -2,7 +2,12 @@
 
 from dataclasses import replace
 
-from lightning_hybrid.planning.memory_needed import DRIVER_BYTES, WORKER_BYTES, Life, with_peaks
+from lightning_hybrid.planning.memory_needed import (
+    DRIVER_BYTES,
+    WORKER_BYTES,
+    RunMemory,
+    with_peaks,
+)
 from lightning_hybrid.planning.plan import Plan, StagePlan
 
 GB = 10**9
@@ -33,8 +38,8 @@ def plan(*held: int, cut: int = 0, microbatches: int = 3) -> Plan:
     )
 
 
-def life(start: int = 0, passing: int = 0, batch: int = 0) -> Life:
-    return Life(
+def life(start: int = 0, passing: int = 0, batch: int = 0) -> RunMemory:
+    return RunMemory(
         start_bytes=start * GB,
         passing_bytes=dict.fromkeys("abc", passing * GB),
         batch_bytes=batch * GB,

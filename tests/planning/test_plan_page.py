@@ -1,6 +1,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from planned import made_plan, simulate
@@ -35,11 +36,22 @@ def test_of_a_streamed_schedule_no_step_is_drawn(schedule: str) -> None:
     assert "No step is drawn" in plan_page(plan)
 
 
-def test_backwards_inside_of_calls_are_drawn_among_forwards() -> None:
-    plan = made_plan(schedule="1f1b", microbatches=3)
+@pytest.mark.parametrize(
+    ("options", "drawn"),
+    [
+        ({"weight_part_s": [None] * 4}, ["ffbfbb", "fbfbfb"]),
+        ({}, ["ffbfbb", "fbfbwfbww"]),  # with parts that are taken to be equal
+        ({"contiguous": False, "bandwidth_bytes_per_s": 1e9}, ["ffffffbbbbbb", "ffffbfbfbbbb"]),
+    ],
+    ids=["joint", "split", "loop"],
+)
+def test_backwards_inside_of_calls_are_drawn_among_forwards(
+    options: dict[str, Any], drawn: list[str]
+) -> None:
+    plan = made_plan(schedule="1f1b", microbatches=3, **options)
     kinds = ["".join(s.kind[0] for s in spans) for spans in predicted_lanes(plan).values()]
-    assert [kind.replace("r", "").replace("s", "") for kind in kinds] == ["ffbfbb", "fbfbfb"]
-    assert "activations of as many micro-batches as there are stages" in plan_page(plan)
+    assert [kind.replace("r", "").replace("s", "") for kind in kinds] == drawn
+    assert "activations of the micro-batches that are under way" in plan_page(plan)
 
 
 def test_a_loop_is_drawn_by_device_as_long_as_its_predicted_step() -> None:

@@ -6,8 +6,8 @@ from planned import problem_on, simulate
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.shapes import Asked, plans_of, rank_shapes, recommended
-from lightning_hybrid.planning.step_problems import links_of, ring_s
+from lightning_hybrid.planning.shape_costs import links_of, ring_s
+from lightning_hybrid.planning.shapes import ShapeRequest, plans_of, rank_shapes, recommended
 from lightning_hybrid.schedules.gpipe import gpipe
 
 
@@ -138,7 +138,7 @@ def test_where_nothing_fits_the_error_says_what_lacks() -> None:
 
 
 def test_a_batch_that_cannot_be_split_has_no_micro_batches() -> None:
-    shapes = rank_shapes([costs_of], cluster(4), 6, Asked(splits=lambda m: False, wide=True))
+    shapes = rank_shapes([costs_of], cluster(4), 6, ShapeRequest(splits=lambda m: False, wide=True))
     assert {s.arrangement.microbatches for s in shapes} == {1}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph import NetworkPartition, network_partitions
 from lightning_hybrid.planning.balanced import balanced_ends
-from lightning_hybrid.planning.memory_check import Fit, Way
+from lightning_hybrid.planning.memory_check import ChainSizes, Fit
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 
@@ -87,7 +87,7 @@ def test_all_that_cut_by_memory_see_the_copies(network) -> None:  # type: ignore
     _, partitions, table = network
     n, order = len(partitions), [1, 2, 0]
     fullest = [max(problem(table).held([*cuts, n], order)) for cuts in combinations(range(1, n), 2)]
-    way = Way(stages=3, microbatches=1)
+    way = ChainSizes(stages=3, microbatches=1)
     assert max(Fit.of(table, way, [0.0] * 3, 4).lacks) == pytest.approx(min(fullest))
     for room in (min(fullest) - 8, min(fullest)):
         fits = Fit.of(table, way, [room] * 3, 4).fits

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from lightning_hybrid.planning import Device, batch_sizes, deal
+from lightning_hybrid.planning import Device, batch_sizes, share_samples
 from lightning_hybrid.planning.cluster import make_cluster
 
 
@@ -12,7 +12,7 @@ from lightning_hybrid.planning.cluster import make_cluster
 def test_no_other_shares_end_earlier(speeds: tuple[float, ...]) -> None:
     count = len(speeds)
     for samples in range(count, 14):
-        shares = deal(samples, speeds)
+        shares = share_samples(samples, speeds)
         assert sum(shares) == samples
         assert min(shares) >= 1
         others = product(range(1, samples - count + 2), repeat=count)
@@ -27,7 +27,7 @@ def test_no_other_shares_end_earlier(speeds: tuple[float, ...]) -> None:
 def test_a_smaller_batch_gives_nobody_more() -> None:
     speeds = (1.0, 0.43, 0.16, 0.9)
     for samples in range(len(speeds), 60):
-        smaller, larger = deal(samples, speeds), deal(samples + 1, speeds)
+        smaller, larger = share_samples(samples, speeds), share_samples(samples + 1, speeds)
         assert all(a <= b for a, b in zip(smaller, larger))
 
 

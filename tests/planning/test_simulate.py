@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from planned import simulate
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Kind
+from lightning_hybrid.schedules import InstructionKind
 from lightning_hybrid.schedules.gpipe import gpipe
 
 stages_ = st.integers(1, 6)
@@ -44,7 +44,7 @@ def test_the_bounds_of_every_step_hold(data: Any, stages: int, microbatches: int
 def test_a_slow_link_carries_one_message_at_a_time() -> None:
     timeline = simulate(gpipe(2, 3), [1.0, 1.0], [0.0, 0.0], send_s=[10.0])
     # The first activation arrives at 1 + 10, the third at 1 + 30; gradients queue up likewise.
-    sends = [e for e in timeline.events if e.instruction.kind is Kind.SEND_ACTIVATION]
+    sends = [e for e in timeline.events if e.instruction.kind is InstructionKind.SEND_ACTIVATION]
     assert [e.end_s for e in sends] == [11.0, 21.0, 31.0]
     assert timeline.makespan_s == 31 + 1 + 30
 
@@ -67,7 +67,11 @@ def test_events_of_a_stage_follow_each_other() -> None:
     timeline = simulate(gpipe(3, 2), [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], send_s=0.5)
     for stage in range(3):
         work = [e for e in timeline.events if e.stage == stage]
-        work = [e for e in work if e.instruction.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        work = [
+            e
+            for e in work
+            if e.instruction.kind in (InstructionKind.FORWARD, InstructionKind.BACKWARD)
+        ]
         assert all(a.end_s <= b.start_s for a, b in pairwise(work))
 
 

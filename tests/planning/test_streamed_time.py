@@ -22,7 +22,11 @@ def test_a_batch_takes_as_long_as_on_clocks(
         return data.draw(st.lists(seconds, min_size=count, max_size=count))
 
     costs = StepCosts(
-        *(drawn(stages), drawn(stages), [*range(stages)], drawn(stages - 1), drawn(stages - 1)),
+        forward_s=drawn(stages),
+        backward_s=drawn(stages),
+        devices=[*range(stages)],
+        send_s=drawn(stages - 1),
+        latency_s=drawn(stages - 1),
         reduce_s=drawn(stages),
         step_s=drawn(stages),
     )

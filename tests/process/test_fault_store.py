@@ -14,14 +14,14 @@ from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.process import faults
-from lightning_hybrid.process.faults import Watch, first_fault, tell_lost
+from lightning_hybrid.process.faults import FaultWatchdog, first_fault, tell_lost
 
 HERE = Coordinates(1, 1, 3)
 NAMES = {rank: f"rank {rank}" for rank in range(3)}
 
 
-def watched(store: Any, here: Coordinates = HERE, timeout_s: float = 30) -> Watch:
-    watch = Watch(here, store, timedelta(seconds=timeout_s))
+def watched(store: Any, here: Coordinates = HERE, timeout_s: float = 30) -> FaultWatchdog:
+    watch = FaultWatchdog(here, store, timedelta(seconds=timeout_s))
     watch.start()
     return watch
 
@@ -174,7 +174,9 @@ def test_who_waits_gives_up_on_a_rank_that_shows_no_sign_of_life_and_names_it(
 def test_who_waits_gives_up_on_a_store_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watch = Watch(HERE, dist.HashStore(), timedelta(seconds=0.1))  # its thread hears nothing
+    watch = FaultWatchdog(
+        HERE, dist.HashStore(), timedelta(seconds=0.1)
+    )  # its thread hears nothing
     look = watch.wait_for(NAMES, "a barrier")
     look()
     time.sleep(0.2)

@@ -24,8 +24,8 @@ from lightning_hybrid.process.joining import (
     Meeting,
     _end,
     forget,
-    gather,
     join,
+    meet_all,
     reach,
 )
 
@@ -57,7 +57,7 @@ def _process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def gathered(meeting: Meeting = HERE, size: int = 1) -> Everyone:
     everyone = reach(Coordinates(0, 1, size), meeting)
     if not everyone.world.is_open:
-        gather(everyone)
+        meet_all(everyone)
     return everyone
 
 

@@ -23,5 +23,5 @@ def test_tied_networks_go_back_inside_of_their_calls(tmp_path: Path, model: str)
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-6)
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(
-            *(found["weights"][name], weight), rtol=TOLERANCE, atol=TOLERANCE, msg=name
+            found["weights"][name], weight, rtol=TOLERANCE, atol=TOLERANCE, msg=name
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.remote.living_views import in_one_memory, living_views
-from lightning_hybrid.remote.proxy import Kind
+from lightning_hybrid.remote.proxy import RemoteKind
 
 TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
     "data": lambda p: p.data,
@@ -56,7 +56,7 @@ def test_a_view_taken_before_shows_and_changes_what_the_owner_has() -> None:
     assert torch.equal(kept[0].sum(), world.there[0].weight[0].sum())
     with torch.no_grad():
         world.there[0].weight.mul_(2)
-    world.remote.outdate(Kind.PARAMETER)
+    world.remote.outdate(RemoteKind.PARAMETER)
     assert torch.equal(kept[0].sum(), world.there[0].weight[0].sum())
     kept[0].zero_()
     world.remote.flush()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote.hollow_network import NoMemory
-from lightning_hybrid.remote.proxy import Kind
+from lightning_hybrid.remote.proxy import RemoteKind
 
 
 def test_a_parameter_stays_the_same_object_and_its_looks_ask_nobody(world: World) -> None:
@@ -44,14 +44,14 @@ def test_reading_shows_what_the_owner_has(world: World) -> None:
     assert len(world.owner.given[1]) == 5
     with torch.no_grad():
         world.there[0].weight.mul_(2)
-    world.remote.outdate(Kind.PARAMETER)
+    world.remote.outdate(RemoteKind.PARAMETER)
     assert torch.equal(world.here[0].weight.norm(), world.there[0].weight.norm())
 
 
 def test_a_constant_that_is_here_too_is_not_fetched_but_its_changes_travel(world: World) -> None:
     world.remote.add(world.here, [], ["1.running_mean"])
     for _ in range(2):
-        world.remote.outdate(Kind.BUFFER)
+        world.remote.outdate(RemoteKind.BUFFER)
         world.here[1].running_mean.sum()
     assert world.owner.given == []
     world.here[1].running_mean.fill_(7.0)
@@ -85,7 +85,7 @@ def test_changes_in_place_reach_the_owner(world: World, change: object) -> None:
 def test_a_view_kept_from_before_an_update_is_refused_not_lost(world: World) -> None:
     with torch.no_grad():
         view = world.here[0].weight.requires_grad_(False).unbind(0)[0]
-        world.remote.outdate(Kind.PARAMETER)
+        world.remote.outdate(RemoteKind.PARAMETER)
         view.zero_()
     with pytest.raises(HybridError, match=r"A view of parameter '0\.weight'.*Take the view anew"):
         world.remote.flush()
@@ -123,7 +123,7 @@ def test_a_state_dict_taken_earlier_shows_what_is_true_now(world: World) -> None
     state = world.here.state_dict()
     with torch.no_grad():
         world.there[0].weight.zero_()
-    world.remote.outdate(Kind.PARAMETER)
+    world.remote.outdate(RemoteKind.PARAMETER)
     assert state["0.weight"].abs().sum() == 0
 
 
@@ -169,8 +169,8 @@ def test_at_the_end_the_gradients_that_are_left_come_here(world: World) -> None:
 
 def test_names_are_told_by_kind(world: World) -> None:
     remote = world.remote
-    assert remote.names(Kind.PARAMETER) == {n for n, _ in world.here.named_parameters()}
-    assert remote.names(Kind.BUFFER) == {n for n, _ in world.here.named_buffers()}
+    assert remote.names(RemoteKind.PARAMETER) == {n for n, _ in world.here.named_parameters()}
+    assert remote.names(RemoteKind.BUFFER) == {n for n, _ in world.here.named_buffers()}
     assert remote.names() == set(world.here.state_dict())
 
 

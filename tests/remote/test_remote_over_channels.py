@@ -6,8 +6,8 @@ import pytest
 import torch
 from driven import Replica, batches, let_go, model
 
-from lightning_hybrid.comm.protocol import Check
-from lightning_hybrid.remote.proxy import Kind
+from lightning_hybrid.comm.protocol import GiveFailure
+from lightning_hybrid.remote.proxy import RemoteKind
 
 
 @pytest.fixture
@@ -18,15 +18,15 @@ def replica() -> Iterator[Replica]:
 
 
 def test_weights_of_other_ranks_are_read_and_written_over_their_channels(replica: Replica) -> None:
-    replica.driver.commands.ask(Check())  # until here the workers take in their stages
-    names = sorted(replica.driver.remote.names(Kind.PARAMETER))
+    replica.driver.commands.ask(GiveFailure())  # until here the workers take in their stages
+    names = sorted(replica.driver.remote.names(RemoteKind.PARAMETER))
     theirs = [dict(module.named_parameters()) for module in replica.modules.values()]
     first = {name: theirs[0][name].detach().clone() for name in names}
     mine = dict(replica.model.named_parameters())
     with torch.no_grad():
         for worker in theirs:
             [worker[name].add_(1) for name in names]
-        replica.driver.remote.outdate(Kind.PARAMETER)  # as by a step of theirs
+        replica.driver.remote.outdate(RemoteKind.PARAMETER)  # as by a step of theirs
         assert names
         assert all(torch.equal(mine[name] + 0, first[name] + 1) for name in names)
         [mine[name].mul_(2) for name in names]

@@ -4,18 +4,18 @@ from typing import Any
 
 import torch
 
-from lightning_hybrid.remote.proxy import Kind, Remote
+from lightning_hybrid.remote.proxy import Remote, RemoteKind
 
 
 def test_a_change_in_place_counts_from_the_first_fetch_until_the_owner_has_it() -> None:
     nobody: Any = None
     value = torch.zeros(2)
-    remote = Remote(nobody, Kind.BUFFER, "mean", value)
+    remote = Remote(nobody, RemoteKind.BUFFER, "mean", value)
     value += 1
     assert not remote.changed  # what was never fetched is not ours to change
     remote.seen = 0
     assert remote.changed
-    remote.settle()
+    remote.note_equal()
     assert not remote.changed
     value += 1
     assert remote.changed
@@ -23,8 +23,8 @@ def test_a_change_in_place_counts_from_the_first_fetch_until_the_owner_has_it() 
 
 def test_a_write_that_no_version_counts_is_noted() -> None:
     nobody: Any = None
-    remote = Remote(nobody, Kind.BUFFER, "mean", torch.zeros(2))
+    remote = Remote(nobody, RemoteKind.BUFFER, "mean", torch.zeros(2))
     remote.written = True
     assert remote.changed
-    remote.settle()
+    remote.note_equal()
     assert not remote.changed

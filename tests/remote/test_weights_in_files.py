@@ -13,8 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import initialization_tape, mapped_files
-from lightning_hybrid.remote.deferral import forget_made
 from lightning_hybrid.remote.deferred import is_deferred, materialize, offload, value_of
+from lightning_hybrid.remote.deferred_maker import forget_made
 from lightning_hybrid.remote.mapped_files import in_mapped_file, let_go_of_file
 
 SIZE, MIB = 1100, 2**20  # of a weight of 2.3 MiB in bfloat16

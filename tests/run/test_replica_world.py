@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.run.replica_world import (
-    Launched,
+    LauncherRanks,
     ReplicaWorld,
     ShownRanks,
     refuse_other_shards,
@@ -48,7 +48,7 @@ def worlds(
         node, local = divmod(rank, per_host)
         if cyclic:
             local, node = divmod(rank, hosts)
-        launched = Launched(rank, local, node)
+        launched = LauncherRanks(rank, local, node)
         coordinates = Coordinates(rank, replicas, stages, order)
         found.append(ReplicaWorld.of(coordinates, launched, hosts, per_host))
     return found

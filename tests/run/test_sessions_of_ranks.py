@@ -24,10 +24,10 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.process import NoWorld, Phase, World
-from lightning_hybrid.remote import Deferral
+from lightning_hybrid.remote import DeferredMaker
 from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, Building
-from lightning_hybrid.run.framework import ByTrainer
+from lightning_hybrid.run.framework import TrainerFramework
 from lightning_hybrid.run.part import Part
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.session import DriverSession, WorkerSession
@@ -89,7 +89,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
     world: Any = SimpleNamespace(coordinates=here, phase=Phase.RUNNING, mesh=mesh, served=False)
     fields = {
         "config": Config(),
-        "framework": ByTrainer(trainer),
+        "framework": TrainerFramework(trainer),
         "module": module,
         "world": world,
         "device": torch.device("cpu"),
@@ -487,7 +487,7 @@ def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.Monke
     ranks.served = False
     ranks.take_coordinates(cast(Any, SimpleNamespace(mesh="mesh")))
     module = Net()
-    between = BetweenRuns(ranks, Building(Deferral(torch.device("cpu"))))
+    between = BetweenRuns(ranks, Building(DeferredMaker(torch.device("cpu"))))
     assert between.state_dict(module, here=False) == {}
     assert asked == [(module, "mesh")]  # all ranks take part
 

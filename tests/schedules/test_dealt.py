@@ -8,11 +8,11 @@ import pytest
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import (
-    Copy,
     DealtSchedule,
     Instruction,
-    Kind,
+    InstructionKind,
     Schedule,
+    StageCopy,
     deal,
     make_schedule,
     together,
@@ -54,7 +54,7 @@ class Ranks:
         self.held: dict[tuple[int, str, int], list[object]] = {}
         self.outputs: dict[int, list[object]] = {}
         self.input_gradients: dict[int, list[object]] = {}
-        self.computed: list[tuple[int, Kind, int]] = []
+        self.computed: list[tuple[int, InstructionKind, int]] = []
         self.stage = [s for s, count in enumerate(dealt.copies) for _ in range(count)]
         self.first = [self.stage.index(s) for s in range(len(dealt.copies))]
         self.driver = self.first[-1]
@@ -74,11 +74,11 @@ class Ranks:
     def source(self, rank: int, step: Instruction) -> int:
         stage = self.stage[rank]
         return {
-            Kind.RECEIVE_ACTIVATION: lambda: (
+            InstructionKind.RECEIVE_ACTIVATION: lambda: (
                 self.rank(stage - 1, step.microbatch) if stage else self.driver
             ),
-            Kind.RECEIVE_GRADIENT: lambda: self.rank(stage + 1, step.microbatch),
-            Kind.RECEIVE_INPUT_GRADIENT: lambda: self.rank(0, step.microbatch),
+            InstructionKind.RECEIVE_GRADIENT: lambda: self.rank(stage + 1, step.microbatch),
+            InstructionKind.RECEIVE_INPUT_GRADIENT: lambda: self.rank(0, step.microbatch),
         }[step.kind]()
 
     def ready(self, rank: int, step: Instruction) -> bool:
@@ -89,29 +89,31 @@ class Ranks:
         last = stage == len(self.copies) - 1
         if kind.is_receive:
             value = self.queues[self.source(rank, step), rank].popleft()
-            if kind is Kind.RECEIVE_INPUT_GRADIENT:
+            if kind is InstructionKind.RECEIVE_INPUT_GRADIENT:
                 self.input_gradients[m] = value
             else:
-                self.held[rank, "x" if kind is Kind.RECEIVE_ACTIVATION else "g", m] = value
-        elif kind is Kind.FORWARD:
+                self.held[rank, "x" if kind is InstructionKind.RECEIVE_ACTIVATION else "g", m] = (
+                    value
+                )
+        elif kind is InstructionKind.FORWARD:
             x = self.held.pop((rank, "x", m), ["x", m])
             self.held[rank, "y", m] = [*x, stage]
             if last and rank == self.driver:
                 self.outputs[m] = [*x, stage]
-        elif kind is Kind.BACKWARD:
+        elif kind is InstructionKind.BACKWARD:
             mine = last and rank == self.driver
             g = ["g", m] if mine else self.held.pop((rank, "g", m))
             self.held[rank, "dx", m] = [*g, stage]
         elif kind.is_send:
             self.send(rank, step)
-        if kind.computes or kind is Kind.REDUCE:
+        if kind.computes or kind is InstructionKind.REDUCE:
             self.computed.append((rank, kind, m))
 
     def send(self, rank: int, step: Instruction) -> None:
         stage, m = self.stage[rank], step.microbatch
-        if step.kind is Kind.SEND_INPUT:
+        if step.kind is InstructionKind.SEND_INPUT:
             target, value = self.rank(0, m), ["x", m]
-        elif step.kind is Kind.SEND_GRADIENT:
+        elif step.kind is InstructionKind.SEND_GRADIENT:
             target = self.rank(stage - 1, m) if stage else self.driver
             value = self.held.pop((rank, "dx", m))
         else:
@@ -127,7 +129,8 @@ def test_any_order_of_the_ranks_takes_each_microbatch_through_all_stages_and_bac
         assert ranks.outputs == {m: ["x", m, *stages] for m in range(microbatches)}
         assert not any(ranks.queues.values())
         wanted = any(
-            s.kind is Kind.RECEIVE_INPUT_GRADIENT for s in schedule.backward[schedule.stages - 1]
+            s.kind is InstructionKind.RECEIVE_INPUT_GRADIENT
+            for s in schedule.backward[schedule.stages - 1]
         )
         assert ranks.input_gradients == {
             m: ["g", m, *reversed(stages)] for m in range(microbatches) if wanted
@@ -137,7 +140,7 @@ def test_any_order_of_the_ranks_takes_each_microbatch_through_all_stages_and_bac
 def test_each_computation_is_done_once_by_the_copy_whose_turn_it_is() -> None:
     for schedule, dealt in everything():
         ranks = Ranks(dealt, seed=0)
-        done = Counter(c for c in ranks.computed if c[1] is not Kind.REDUCE)
+        done = Counter(c for c in ranks.computed if c[1] is not InstructionKind.REDUCE)
         assert done == Counter(
             (ranks.rank(stage, step.microbatch), step.kind, step.microbatch)
             for lists in (schedule.forward, schedule.backward)
@@ -151,11 +154,13 @@ def test_every_copy_reduces_once_beside_its_own_last_backward() -> None:
     for _, dealt in everything():
         for steps in (steps for copies in dealt.backward for steps in copies):
             kinds = [step.kind for step in steps]
-            assert kinds.count(Kind.REDUCE) == 1
-            after = [step for step in steps[kinds.index(Kind.REDUCE) :] if step.kind.computes]
+            assert kinds.count(InstructionKind.REDUCE) == 1
+            after = [
+                step for step in steps[kinds.index(InstructionKind.REDUCE) :] if step.kind.computes
+            ]
             works = any(kind.computes for kind in kinds)
             assert len(after) == works
-            assert works or kinds == [Kind.REDUCE]
+            assert works or kinds == [InstructionKind.REDUCE]
 
 
 def test_the_lists_pass_the_check_of_all_schedules() -> None:
@@ -181,7 +186,7 @@ def test_the_driver_may_have_a_copy_of_the_stage_before_its_own(copies: tuple[in
         dealt = deal(schedule, copies)
         for lists in (dealt.forward, dealt.backward):
             assert Counter(dealt.execute(lists, collects=True)) == Counter(dealt.execute(lists))
-    places = [Copy(len(copies) - 2, copies[-2] - 1), Copy(len(copies) - 1, 0)]
+    places = [StageCopy(len(copies) - 2, copies[-2] - 1), StageCopy(len(copies) - 1, 0)]
     stages = [place.stage for place, step in together(dealt.backward, places) if step.kind.computes]
     assert stages == sorted(stages, reverse=True)
 

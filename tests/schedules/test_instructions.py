@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 from schedule_rules import check, draw
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Instruction, Kind, Schedule
+from lightning_hybrid.schedules import Instruction, InstructionKind, Schedule
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import execute
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 9))
 
 
-def kinds(instructions: tuple[Instruction, ...], kind: Kind) -> list[int]:
+def kinds(instructions: tuple[Instruction, ...], kind: InstructionKind) -> list[int]:
     return [i.microbatch for i in instructions if i.kind is kind]
 
 
@@ -40,34 +40,34 @@ def test_one_stage_sends_and_receives_nothing() -> None:
 
 def test_the_driver_sends_all_inputs_before_it_waits() -> None:
     driver = gpipe(3, 2).forward[-1]
-    assert [i.kind for i in driver[:2]] == [Kind.SEND_INPUT] * 2
-    assert driver[2] == Instruction(Kind.RECEIVE_ACTIVATION, 0)
+    assert [i.kind for i in driver[:2]] == [InstructionKind.SEND_INPUT] * 2
+    assert driver[2] == Instruction(InstructionKind.RECEIVE_ACTIVATION, 0)
 
 
 def test_gradients_arrive_in_the_order_in_which_autograd_adds_them() -> None:
     for stage in gpipe(3, 4).backward:
-        assert kinds(stage, Kind.BACKWARD) == [3, 2, 1, 0]
+        assert kinds(stage, InstructionKind.BACKWARD) == [3, 2, 1, 0]
 
 
 def test_the_reduction_begins_with_the_last_backward() -> None:
     for stage in gpipe(3, 4).backward:
-        position = stage.index(Instruction(Kind.REDUCE, 0))
-        assert stage[position + 1] == Instruction(Kind.BACKWARD, 0)
-        assert Kind.BACKWARD not in [i.kind for i in stage[position + 2 :]]
+        position = stage.index(Instruction(InstructionKind.REDUCE, 0))
+        assert stage[position + 1] == Instruction(InstructionKind.BACKWARD, 0)
+        assert InstructionKind.BACKWARD not in [i.kind for i in stage[position + 2 :]]
 
 
 def test_the_input_gradient_comes_back_to_the_driver_only_when_wanted() -> None:
     wanted, unwanted = gpipe(2, 3, input_gradient=True), gpipe(2, 3)
-    assert kinds(wanted.backward[-1], Kind.RECEIVE_INPUT_GRADIENT) == [2, 1, 0]
-    assert kinds(wanted.backward[0], Kind.SEND_GRADIENT) == [2, 1, 0]
-    assert kinds(unwanted.backward[0], Kind.SEND_GRADIENT) == []
+    assert kinds(wanted.backward[-1], InstructionKind.RECEIVE_INPUT_GRADIENT) == [2, 1, 0]
+    assert kinds(wanted.backward[0], InstructionKind.SEND_GRADIENT) == [2, 1, 0]
+    assert kinds(unwanted.backward[0], InstructionKind.SEND_GRADIENT) == []
 
 
 def test_the_driver_closes_the_ring() -> None:
-    assert Instruction(Kind.SEND_INPUT, 0).peer(2, 3) == 0
-    assert Instruction(Kind.RECEIVE_ACTIVATION, 0).peer(0, 3) == 2
-    assert Instruction(Kind.SEND_GRADIENT, 0).peer(0, 3) == 2
-    assert Instruction(Kind.RECEIVE_GRADIENT, 0).peer(1, 3) == 2
+    assert Instruction(InstructionKind.SEND_INPUT, 0).peer(2, 3) == 0
+    assert Instruction(InstructionKind.RECEIVE_ACTIVATION, 0).peer(0, 3) == 2
+    assert Instruction(InstructionKind.SEND_GRADIENT, 0).peer(0, 3) == 2
+    assert Instruction(InstructionKind.RECEIVE_GRADIENT, 0).peer(1, 3) == 2
 
 
 def broken(schedule: Schedule, stage: int, instructions: tuple[Instruction, ...]) -> Schedule:
@@ -99,14 +99,14 @@ def test_messages_out_of_order_are_refused() -> None:
 
 def test_a_message_nobody_takes_is_refused() -> None:
     schedule = gpipe(2, 1)
-    extra = (*schedule.forward[0], Instruction(Kind.SEND_ACTIVATION, 1))
+    extra = (*schedule.forward[0], Instruction(InstructionKind.SEND_ACTIVATION, 1))
     with pytest.raises(PlanError, match=r"stage 1 never receives send_activation\(1\)"):
         check(broken(schedule, 0, extra))
 
 
 def test_work_done_twice_is_refused() -> None:
     schedule = gpipe(1, 2)
-    twice = (*schedule.forward[0], Instruction(Kind.FORWARD, 1))
+    twice = (*schedule.forward[0], Instruction(InstructionKind.FORWARD, 1))
     with pytest.raises(PlanError, match=r"micro-batches \[0, 1, 1\]"):
         check(broken(schedule, 0, twice))
 

@@ -6,9 +6,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hybrid.schedules import Instruction, Kind, Schedule, execute_merged, merge
+from lightning_hybrid.schedules import Instruction, InstructionKind, Schedule, execute_merged
 from lightning_hybrid.schedules.gpipe import gpipe
-from lightning_hybrid.schedules.instructions import Step
+from lightning_hybrid.schedules.instructions import PlacedInstruction
+from lightning_hybrid.schedules.merged import merge
 
 
 @st.composite
@@ -58,13 +59,18 @@ def test_two_devices_see_the_messages_between_them_in_one_order(
 
     def framed(instruction: Instruction) -> bool:
         # inputs have no header, and gradients one before the first of them
-        if instruction.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION):
+        if instruction.kind in (
+            InstructionKind.SEND_ACTIVATION,
+            InstructionKind.RECEIVE_ACTIVATION,
+        ):
             return True
-        gradient = instruction.kind not in (Kind.SEND_INPUT, Kind.REDUCE)
-        computes = instruction.kind in (Kind.FORWARD, Kind.BACKWARD)
+        gradient = instruction.kind not in (InstructionKind.SEND_INPUT, InstructionKind.REDUCE)
+        computes = instruction.kind in (InstructionKind.FORWARD, InstructionKind.BACKWARD)
         return gradient and not computes and instruction.microbatch == microbatches - 1
 
-    def messages(steps: Iterable[Step], here: int, there: int, *, sent: bool) -> list[Any]:
+    def messages(
+        steps: Iterable[PlacedInstruction], here: int, there: int, *, sent: bool
+    ) -> list[Any]:
         """(sending stage, micro-batch) of what goes from ``here`` to ``there``."""
         found = []
         for stage, instruction in steps:
@@ -73,7 +79,7 @@ def test_two_devices_see_the_messages_between_them_in_one_order(
                 continue
             peer = instruction.peer(stage, len(devices))
             source, target = (stage, peer) if sent else (peer, stage)
-            is_input = kind is Kind.RECEIVE_ACTIVATION and target == 0
+            is_input = kind is InstructionKind.RECEIVE_ACTIVATION and target == 0
             if (devices[source], devices[target]) == (here, there) and not is_input:
                 found.append((source, instruction.microbatch))
         return found
@@ -91,16 +97,18 @@ def test_the_last_reduction_of_a_device_is_that_of_its_first_stage(
 ) -> None:
     """The runtime averages the gradients of all stages of a device from there on."""
     for steps in merge(gpipe(len(devices), microbatches).backward, devices):
-        *_, last = (stage for stage, i in steps if i.kind is Kind.REDUCE)
-        position = steps.index((last, Instruction(Kind.REDUCE, 0)))
+        *_, last = (stage for stage, i in steps if i.kind is InstructionKind.REDUCE)
+        position = steps.index((last, Instruction(InstructionKind.REDUCE, 0)))
         assert last == min(stage for stage, _ in steps)
-        after = [(s, i.microbatch) for s, i in steps[position:] if i.kind is Kind.BACKWARD]
+        after = [
+            (s, i.microbatch) for s, i in steps[position:] if i.kind is InstructionKind.BACKWARD
+        ]
         assert after == [(last, 0)]
 
 
 def test_a_loop_over_two_devices_alternates_between_their_stages() -> None:
     first, second = (
-        [(s, i.microbatch) for s, i in steps if i.kind is Kind.FORWARD]
+        [(s, i.microbatch) for s, i in steps if i.kind is InstructionKind.FORWARD]
         for steps in merge(gpipe(4, 3).forward, [1, 0, 1, 0])
     )
     assert second == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)]

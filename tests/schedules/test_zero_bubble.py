@@ -7,7 +7,7 @@ from planned import simulate
 from schedule_rules import check, draw
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.schedules import Instruction, Kind
+from lightning_hybrid.schedules import Instruction, InstructionKind
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 
@@ -21,7 +21,9 @@ def test_every_zero_bubble_schedule_can_be_run_and_does_all_work_once(
     split = [stage for stage in range(1, shape[0]) if data.draw(st.booleans())]
     schedule = zero_bubble(*shape, input_gradient=input_gradient, split=split)
     check(schedule)
-    has_weights = [any(i.kind is Kind.WEIGHT for i in steps) for steps in schedule.backward]
+    has_weights = [
+        any(i.kind is InstructionKind.WEIGHT for i in steps) for steps in schedule.backward
+    ]
     assert [stage for stage, has in enumerate(has_weights) if has] == split
 
 
@@ -68,7 +70,7 @@ def test_a_stage_that_nobody_waits_for_is_not_split(stage: int) -> None:
 
 def test_a_weight_part_before_its_backward_is_refused() -> None:
     schedule = zero_bubble(2, 1)
-    weight = Instruction(Kind.WEIGHT, 0)
+    weight = Instruction(InstructionKind.WEIGHT, 0)
     steps = (weight, *(i for i in schedule.backward[1] if i != weight))
     wrong = replace(schedule, backward=(schedule.backward[0], steps))
     with pytest.raises(PlanError, match=r"weight\(0\) before backward\(0\)"):

@@ -6,6 +6,7 @@ its buffers do not hold.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,15 +18,22 @@ from pipelines import PLACEMENTS, Pipeline, chain, gradients_of, one_device, sli
 
 from lightning_hybrid.comm.activation_links import copies_of, stages_of
 from lightning_hybrid.comm.protocol import Placement
-from lightning_hybrid.schedules import INSIDE, SCHEDULES, STREAMED, Instruction, Kind
+from lightning_hybrid.schedules import (
+    INSIDE,
+    SCHEDULES,
+    STREAMED,
+    Instruction,
+    InstructionKind,
+    loop_order,
+)
 from lightning_hybrid.stage.rank_stages import lists_of
 
-Lists = list[list[tuple[int, Kind, int]]]
+Lists = list[list[tuple[int, InstructionKind, int]]]
 """By rank its instructions: (stage, kind, micro-batch)."""
 TAKES = {
-    Kind.SEND_INPUT: Kind.EXPECT_ACTIVATION,
-    Kind.SEND_ACTIVATION: Kind.EXPECT_ACTIVATION,
-    Kind.SEND_GRADIENT: Kind.EXPECT_GRADIENT,
+    InstructionKind.SEND_INPUT: InstructionKind.EXPECT_ACTIVATION,
+    InstructionKind.SEND_ACTIVATION: InstructionKind.EXPECT_ACTIVATION,
+    InstructionKind.SEND_GRADIENT: InstructionKind.EXPECT_GRADIENT,
 }
 
 
@@ -39,7 +47,7 @@ class Blocking:
     def __init__(self, lists: Lists, placement: Placement) -> None:
         self.ranks = [copies_of(device) for device in placement.devices]
         self.todo = [deque(_averaging(steps)) for steps in lists]
-        self.begun: set[tuple[int, Kind, int]] = set()
+        self.begun: set[tuple[int, InstructionKind, int]] = set()
 
     def run(self) -> None:
         while any(self.goes(rank) for rank, steps in enumerate(self.todo) if steps):
@@ -51,7 +59,7 @@ class Blocking:
     def goes(self, rank: int) -> bool:
         """Whether a rank can take its next step, which it then does."""
         stage, kind, microbatch = step = self.todo[rank][0]
-        if kind is Kind.REDUCE:
+        if kind is InstructionKind.REDUCE:
             copies = self.ranks[stage]
             return self.together(copies, [step[:2]] * len(copies))
         if kind in TAKES.values():
@@ -65,7 +73,7 @@ class Blocking:
                 return self.together((rank, other), (step, expected))
         elif kind.is_receive:
             expects = "expect_" + str(kind).removeprefix("receive_").removeprefix("input_")
-            self.begun.remove((stage, Kind(expects), microbatch))
+            self.begun.remove((stage, InstructionKind(expects), microbatch))
         self.todo[rank].popleft()
         return True
 
@@ -79,11 +87,13 @@ class Blocking:
         return True
 
 
-def _averaging(steps: Sequence[tuple[int, Kind, int]]) -> list[tuple[int, Kind, int]]:
+def _averaging(
+    steps: Sequence[tuple[int, InstructionKind, int]],
+) -> list[tuple[int, InstructionKind, int]]:
     """A rank waits for other copies in the computation that follows a REDUCE, if one does."""
     found = list(steps)
     for place, step in enumerate(steps):
-        if step[1] is Kind.REDUCE:
+        if step[1] is InstructionKind.REDUCE:
             after = [n for n, other in enumerate(steps) if n > place and other[1].computes]
             found.insert(after[0] if after else place, found.pop(place))
     return found
@@ -104,9 +114,7 @@ def placements(draw: st.DrawFn) -> Placement:
     """Stages on any ranks, the last one on the driver's."""
     name = draw(st.sampled_from([*SCHEDULES]))
     count = draw(st.integers(1, 6))
-    devices = draw(st.permutations(range(count)))
-    if name != INSIDE:
-        devices = draw(st.lists(st.sampled_from(range(count)), min_size=count, max_size=count))
+    devices = draw(st.lists(st.sampled_from(range(count)), min_size=count, max_size=count))
     split = draw(st.sets(st.sampled_from(range(1, count)))) if count > 1 else ()
     named = {device: number for number, device in enumerate(dict.fromkeys(reversed(devices)))}
     return Placement(tuple(named[d] for d in devices), (), name, tuple(split))
@@ -120,9 +128,24 @@ def test_with_one_copy_of_a_stage(
         Blocking(lists, placement).run()
 
 
-@given(st.integers(1, 6), st.integers(1, 9), st.sampled_from(["rising", "falling"]))
-def test_with_backwards_inside_of_a_call(stages: int, microbatches: int, inside: str) -> None:
-    placement = Placement((*range(1, stages), 0), (), INSIDE)
+ORDERS = st.sampled_from(["rising", "falling"])
+
+
+@given(placements(), st.integers(1, 9), ORDERS)
+def test_with_backwards_inside_of_a_call(
+    placement: Placement, microbatches: int, inside: str
+) -> None:
+    """Stages on any ranks, some of which are split."""
+    placement = replace(placement, schedule=INSIDE)
+    forward, _ = lists_of_all(placement, microbatches, False, inside)
+    Blocking(forward, placement).run()
+
+
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 13), ORDERS)
+def test_with_backwards_inside_of_a_call_in_a_loop(
+    devices: int, rounds: int, microbatches: int, inside: str
+) -> None:
+    placement = Placement(loop_order(devices, rounds), (), INSIDE)
     forward, _ = lists_of_all(placement, microbatches, False, inside)
     Blocking(forward, placement).run()
 
@@ -155,10 +178,10 @@ def test_it_is_the_order_that_does_it(name: str) -> None:
             if kind in TAKES.values():
                 continue
             if kind.is_receive:
-                expects = Kind(str(kind).replace("receive", "expect"))
+                expects = InstructionKind(str(kind).replace("receive", "expect"))
                 late[-1].append((stage, expects, microbatch))
             late[-1].append((stage, kind, microbatch))
-    inputs = [step for step in late[0] if step[1] is Kind.SEND_INPUT]
+    inputs = [step for step in late[0] if step[1] is InstructionKind.SEND_INPUT]
     late[0] = [*inputs, *(step for step in late[0] if step not in inputs)]
     with pytest.raises(AssertionError, match="deadlock"):
         Blocking(late, placement).run()

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hybrid.comm.protocol import Placement
-from lightning_hybrid.schedules import Kind
+from lightning_hybrid.schedules import InstructionKind
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.stage.rank_stages import lists_of
 
@@ -38,12 +38,18 @@ def test_two_receives_at_most_are_under_way(devices: tuple[int, ...]) -> None:
                 most = max(most, begun)
             assert most <= 2
     inputs = [kind for _, kind, _ in lists_of(Placement(devices, (), "gpipe"), 0, 32, False)[0]]
-    assert inputs[: inputs.index(Kind.FORWARD)].count(Kind.SEND_INPUT) == 2 * len(devices)
+    assert inputs[: inputs.index(InstructionKind.FORWARD)].count(
+        InstructionKind.SEND_INPUT
+    ) == 2 * len(devices)
 
 
-def here(kind: Kind) -> bool:
+def here(kind: InstructionKind) -> bool:
     """Whether its place is that of the schedule: not that of inputs, and the begin of receives."""
-    return kind not in (Kind.SEND_INPUT, Kind.EXPECT_ACTIVATION, Kind.EXPECT_GRADIENT)
+    return kind not in (
+        InstructionKind.SEND_INPUT,
+        InstructionKind.EXPECT_ACTIVATION,
+        InstructionKind.EXPECT_GRADIENT,
+    )
 
 
 @pytest.mark.parametrize("devices", [(1, 0), (2, 1, 0), (1, 2, 1, 0), (0, 1, 0), (0, 0)])

@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.remote.deferral import Deferral
 from lightning_hybrid.remote.deferred import is_of_one_rank, is_offloaded, is_vacant, offload
+from lightning_hybrid.remote.deferred_maker import DeferredMaker
 from lightning_hybrid.stage.staged_network import tensors_of
 from lightning_hybrid.state.deferred_weights import Takeover
 
@@ -23,7 +23,7 @@ def layers() -> nn.Module:
 def taken(number: int, *, vacates: bool = True) -> nn.Module:
     """The module of a worker that has got one of the layers as its stage."""
     module = nn.Module()
-    with Deferral(torch.device("cpu")).building(module):
+    with DeferredMaker(torch.device("cpu")).building(module):
         module.net = layers()
     take(module, number, vacates=vacates)
     return module
@@ -32,7 +32,7 @@ def taken(number: int, *, vacates: bool = True) -> nn.Module:
 def take(module: nn.Module, number: int, *, vacates: bool = True) -> None:
     names, here = [f"net.{number}.weight", f"net.{number}.bias"], Coordinates(1, 1, 4)
     tied = {"net.0.weight"}
-    Takeover(module, names, tensors_of(module), here, vacates=vacates, tied=tied).settle(())
+    Takeover(module, names, tensors_of(module), here, vacates=vacates, tied=tied).check_complete(())
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

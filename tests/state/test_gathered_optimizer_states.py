@@ -8,10 +8,10 @@ import torch
 from ranks import gloo_groups, together
 
 from lightning_hybrid.state import divided_optimizer_states as gathered_states
-from lightning_hybrid.state.divided_optimizer_states import States, gather_states
+from lightning_hybrid.state.divided_optimizer_states import StatesByName, gather_states
 
 
-def states(rank: int) -> States:
+def states(rank: int) -> StatesByName:
     generator = torch.Generator().manual_seed(rank)
     turned = torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=torch.channels_last)
     return {

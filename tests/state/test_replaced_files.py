@@ -32,7 +32,7 @@ def test_what_is_complete_replaces_what_was_there_and_leaves_nothing_beside(
     before: str, after: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(replaced_files, "exchange", lambda *_: False)
+        monkeypatch.setattr(replaced_files, "exchange_files", lambda *_: False)
     put(before, tmp_path / "last.ckpt", "old")
     put(after, tmp_path / "last.ckpt", "new")
     assert text_of(tmp_path / "last.ckpt") == "new"

@@ -24,7 +24,7 @@ from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.comm import mesh
 from lightning_hybrid.process import World, joining
 from lightning_hybrid.run import DriverSession, Run
-from lightning_hybrid.strategy import open_sizes, ranks
+from lightning_hybrid.strategy import agreed_sizes, ranks
 from lightning_hybrid.worker import Worker
 
 STEPS: dict[str, tuple[Any, str]] = {
@@ -37,7 +37,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "bytes": (mesh.Mesh, "_meet"),
     "default": (mesh.Mesh, "_init_default_group"),
     "barrier": (World, "barrier"),
-    "rehearsal": (open_sizes, "choose_on_rank_0"),
+    "rehearsal": (agreed_sizes, "choose_on_rank_0"),
     "sizes": (World, "broadcast"),
     "weights": (Run, "share_weights"),
     "session": (DriverSession, "__init__"),

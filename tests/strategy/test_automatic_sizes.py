@@ -83,7 +83,7 @@ def test_a_tiny_network_is_replicated_and_equals_ddp_digit_for_digit(
 def test_the_sizes_that_are_announced_are_taken(ranks: Ranks) -> None:
     """By measured times, so that other work on the machine may change which of the two these are.
 
-    (tests/planning/test_sizes.py chooses by given times.)
+    (tests/planning/test_fastest_sizes.py chooses by given times.)
     """
     shapes = {"1 replica x 2 stages": [(1, 0), (1, 1)], "2 replicas": [(2, 0), (2, 1)]}
     [chosen] = [name for name in shapes if f"2 devices: {name}" in said(ranks, "wide")]

@@ -13,7 +13,7 @@ from conftest import Training
 from test_balance import assert_close, whole_batches
 from torch import Tensor, nn
 
-from lightning_hybrid.planning import deal
+from lightning_hybrid.planning import share_samples
 
 pytestmark = [
     pytest.mark.distributed,
@@ -88,7 +88,7 @@ def assert_goes_on(folder: Path, config: dict[str, Any], lost: dict[int, int]) -
         # were dealt by then
         late = {r for r, at in lost.items() if at <= step <= at + ahead and whole[at][0] == epoch}
         had = [r for r in range(len(speeds)) if lost.get(r, step) >= step or r in late]
-        ends = list(accumulate(deal(len(batch), [speeds[r] for r in had]), initial=0))
+        ends = list(accumulate(share_samples(len(batch), [speeds[r] for r in had]), initial=0))
         parts = {r: batch[ends[place] : ends[place + 1]] for place, r in enumerate(had)}
         batches.append([n for r, part in parts.items() if r not in late for n in part])
     seen = seen_together(folder, {replica * stages: step for replica, step in lost.items()})

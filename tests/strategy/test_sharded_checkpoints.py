@@ -64,7 +64,7 @@ def test_a_kill_during_saving_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(checkpoints, "exchange", lambda *_: False)
+        monkeypatch.setattr(checkpoints, "exchange_files", lambda *_: False)
     path = tmp_path / "last.ckpt"
     for kill in range(6):
         kill_while_it_saves(save_for_ever, path, 0.03 + 0.013 * kill)

@@ -14,13 +14,13 @@ from lightning_hybrid.comm.protocol import (
     GiveGradients,
     GiveTensor,
     GradientNorm,
-    Step,
+    StepOptimizer,
     TakeGradients,
     TakeOptimizers,
     Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.comm.tensor_specs import Precision
+from lightning_hybrid.comm.tensor_specs import CallPrecision
 from lightning_hybrid.state.optimizers import NamedGroups, groups_of, ship
 from lightning_hybrid.state.sharded_checkpoint import Owned
 
@@ -34,7 +34,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     [
         ([], lambda o: None),
         (
-            [ClipNorm(0, 2.0, torch.tensor(4.0))],
+            [ClipNorm(0, 2.0, 4.0, torch.float32)],
             lambda o: nn.utils.clip_grads_with_norm_(parameters(o), 2.0, torch.tensor(4.0)),
         ),
         ([ClipValues(0, 2.0)], lambda o: nn.utils.clip_grad_value_(parameters(o), 2.0)),
@@ -47,7 +47,7 @@ def test_steps_are_those_of_one_device(
     service: Service, trained: Any, commands: list[Command], change: Any
 ) -> None:
     optimizer = trained()
-    for command in (*commands, Step(0), Step(0)):
+    for command in (*commands, StepOptimizer(0), StepOptimizer(0)):
         service.driver.send(command)
     change(optimizer)
     optimizer.step()
@@ -62,8 +62,8 @@ def test_a_step_is_surrounded_by_the_precision_of_the_driver(service: Service) -
     shipped = ship([optimizer], dict(twin.named_parameters()), set())
     service.driver.send(TakeOptimizers((0,), *shipped))
     service.driver.send(TakeGradients(False, GRADIENTS.items()))
-    double = Precision("cpu", torch.bfloat16, autocast=False, default_dtype=torch.float64)
-    for command in (Step(0, precision=double), Step(0)):
+    double = CallPrecision("cpu", torch.bfloat16, autocast=False, default_dtype=torch.float64)
+    for command in (StepOptimizer(0, precision=double), StepOptimizer(0)):
         service.driver.send(command)
         for name in ("weight", "bias"):
             [(_, step)] = service.ask(GiveTensor(Owned(1, name, 0, "step"))).tensors
@@ -76,7 +76,7 @@ def test_other_groups_come_with_a_step(service: Service, trained: Any) -> None:
     names = {id(p): name for p, name in zip(parameters(optimizer), ("weight", "bias"))}
     for learning_rate in (0.2, 0.3):
         optimizer.param_groups[0]["lr"] = learning_rate
-        service.driver.send(Step(0, groups_of(optimizer, NamedGroups(names))))
+        service.driver.send(StepOptimizer(0, groups_of(optimizer, NamedGroups(names))))
         optimizer.step()
     for found, wanted in zip(service.weights().values(), parameters(optimizer)):
         assert torch.equal(found, wanted)
@@ -88,8 +88,8 @@ def test_other_groups_come_with_a_step(service: Service, trained: Any) -> None:
 def test_norms_and_infinities_of_gradients_are_told(service: Service) -> None:
     [(_, norms)] = service.ask(GradientNorm(0, 2.0)).tensors
     assert norms.tolist() == pytest.approx([g.norm().item() for g in GRADIENTS.values()])
-    assert service.ask(Unscale(0, torch.tensor(0.5))).value is False
+    assert not service.ask(Unscale(0, 0.5)).holds
     found = dict(service.ask(GiveGradients(["bias"])).tensors)
     assert torch.equal(found["bias"], GRADIENTS["bias"] / 2)
     service.driver.send(TakeGradients(False, [("bias", torch.tensor([torch.inf, 0.0]))]))
-    assert service.ask(Unscale(0, torch.tensor(0.5))).value is True
+    assert service.ask(Unscale(0, 0.5)).holds

@@ -5,9 +5,9 @@ from served import GRADIENTS, Service
 from torch import nn
 
 from lightning_hybrid.comm.protocol import (
-    Check,
     ClearGradients,
     End,
+    GiveFailure,
     GiveGradients,
     TakeGradients,
     TakeWeights,
@@ -29,7 +29,7 @@ def test_gradients_are_set_added_given_and_cleared(service: Service) -> None:
     found = dict(service.ask(GiveGradients(["bias"])).tensors)
     assert torch.equal(found["bias"], GRADIENTS["bias"])
     service.driver.send(ClearGradients(["bias"]))
-    service.ask(Check())
+    service.ask(GiveFailure())
     assert service.module.bias.grad is None
 
 

@@ -1,7 +1,7 @@
-"""Numbers of replicas and stages that were left to us: all ranks choose them when a run is set up.
+"""All ranks agree on the numbers of replicas and stages that the user has left open.
 
-What is chosen by is in :mod:`lightning_hybrid.run.sizing`; here is what else has a say: what the
-user's code has been told already, and what ``prepare_data`` has set on one rank alone.
+:mod:`lightning_hybrid.run.rehearsed_sizes` chooses them on rank 0. This module adds two limits:
+what the user's code has been told already, and what ``prepare_data`` has set on one rank alone.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lightning_hybrid.run import choose_on_rank_0
 from lightning_hybrid.strategy.ranks import StrategyRanks
 
 
-def choose_sizes(
+def agree_on_sizes(
     ranks: StrategyRanks,
     trainer: Trainer,
     allowed: Callable[[int, int], bool],

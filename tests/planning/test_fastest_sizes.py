@@ -9,18 +9,18 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.arrangements import Arrangement
 from lightning_hybrid.planning.cluster import Device, Rates
+from lightning_hybrid.planning.fastest_sizes import ChosenSizes, Machine, fastest_sizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.search import PlanSettings
-from lightning_hybrid.planning.shapes import Asked, Shape, Sizes
-from lightning_hybrid.planning.sizes import Choice, Machine, choose_sizes
+from lightning_hybrid.planning.shapes import Shape, ShapeRequest, Sizes
 
 MS, MB = 1e-3, 1e6
 
 
 def choose(
     machine: Machine, networks: Any, *, batch: int, present_bytes: int = 0, **asked: Any
-) -> Choice:
-    return choose_sizes(machine, networks, batch, Asked(**asked), present_bytes)
+) -> ChosenSizes:
+    return fastest_sizes(machine, networks, batch, ShapeRequest(**asked), present_bytes)
 
 
 @pytest.fixture(autouse=True)
@@ -291,7 +291,7 @@ def test_stages_that_save_too_little_are_told_so(stages_s: float, told: bool) ->
         return Shape(arrangement=genes, step_s=step_s, samples=1, bubble=0.0, search="")
 
     replicas, stages = of(2, 1, 2.0), of(1, 2, stages_s)
-    text = Choice(best=replicas, others=(stages,), alone_s=1.5).describe()
+    text = ChosenSizes(best=replicas, others=(stages,), alone_s=1.5).describe()
     assert ("Stages are taken where they save 5% or more." in text) is told
 
 
@@ -315,6 +315,27 @@ def test_what_fits_only_with_activations_computed_again_is_told_so() -> None:
         choose(small, [Network(parts)], batch=8, settings=PlanSettings(recompute=False))
     with pytest.raises(PlanError, match="memory"):  # 158 MB with the inputs that are kept
         choose(small, [Network(wide)], batch=8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "inside", "runs"),
+    [
+        *(("auto", (True,), "1f1b"), ("auto", (False,), "gpipe"), ("auto", (), "gpipe")),
+        *(("1f1b", (True,), "1f1b"), ("1f1b", (False,), "gpipe"), ("gpipe", (True,), "gpipe")),
+    ],
+)
+def test_backwards_inside_of_calls_are_counted_where_the_network_allows_them(
+    schedule: str, inside: tuple[bool, ...], runs: str
+) -> None:
+    deep = layers(16, 10 * MS, 1 * MB, 50 * MB)  # 400 MB of activations for each of two devices
+    settings = PlanSettings(schedule=schedule)
+    choice = choose(
+        limited(250 * MB, 2), [Network(deep)], batch=32, settings=settings, inside=inside
+    )
+    assert [plan.schedule for plan in choice.best.plans] == [runs]
+    assert choice.best.arrangement.recompute is (runs == "gpipe")
+    assert choice.best.sizes.microbatches == 8  # of which two are alive, or all computed again
+    assert ("backwards inside of calls" in choice.describe()) is (runs == "1f1b")
 
 
 def test_replicas_that_take_samples_by_their_speed_are_rated_so() -> None:

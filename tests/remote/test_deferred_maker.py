@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations
 
 from lightning_hybrid._torch.tensors import is_shared, storage_key
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.remote.deferral import Deferral, has_loaded
 from lightning_hybrid.remote.deferred import (
     is_deferred,
     is_offloaded,
@@ -20,6 +19,7 @@ from lightning_hybrid.remote.deferred import (
     offload,
     value_of,
 )
+from lightning_hybrid.remote.deferred_maker import DeferredMaker, has_loaded
 from lightning_hybrid.remote.unread import unread
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
@@ -226,7 +226,7 @@ def test_weights_that_loads_put_into_other_memory_keep_their_numbers() -> None:
 
 
 def test_a_copy_on_another_device_is_one_and_a_move_to_the_same_device_is_none() -> None:
-    root, deferral = nn.Module(), Deferral(torch.device("cuda"))
+    root, deferral = nn.Module(), DeferredMaker(torch.device("cuda"))
     with deferral.building(root):
         here = torch.zeros(3)
         moved = [here.cuda(), here.to("cuda"), here.cpu(), here.to("cpu"), here.to(device="cpu")]

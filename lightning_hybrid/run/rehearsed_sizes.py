@@ -18,12 +18,12 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import why_whole
 from lightning_hybrid.planning import (
     ASSUMED_TENSORS,
-    Asked,
     CalledNetwork,
     Machine,
     PartitionTable,
+    ShapeRequest,
     Sizes,
-    choose_sizes,
+    fastest_sizes,
 )
 from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.run import progress_beside
@@ -89,15 +89,18 @@ def _choose(
 
     progress.begin("looking at a training step")
     try:
-        with rehearsal(trainer, module, config.names, device, precision) as looked:
-            asked = Asked(
+        with rehearsal(
+            trainer, module, config.names, device, precision, shares=config.may_run_inside
+        ) as looked:
+            asked = ShapeRequest(
                 settings=config.settings,
+                inside=tuple(not seen.graph.no_shares for seen in looked),
                 microbatches=config.microbatches,
                 splits=lambda count: _why_whole(looked, count) is None,
                 allowed=allowed,
                 by_speed=config.by_speed,
             )
-            choice = choose_sizes(
+            choice = fastest_sizes(
                 machine,
                 [partial(measured, seen) for seen in looked],
                 max(seen.graph.batch_of(seen.leaves) or 1 for seen in looked),

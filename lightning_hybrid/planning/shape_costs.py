@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_hybrid.planning.cluster_description import ClusterDescription, Level
 from lightning_hybrid.planning.copied_stages import CopiedStages, of_slowest, owners_of
+from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 
@@ -20,24 +21,25 @@ the first device of a cluster."""
 
 
 def in_training(
-    costs: PartitionTable, microbatches: int, reduce_s: Sequence[float], recompute: bool = False
+    costs: PartitionTable, way: ChainSizes, reduce_s: Sequence[float]
 ) -> PartitionTable:
     """The table for a step: with memory for its micro-batches, all-reduces and recomputation."""
-    held = costs.held_bytes(1 if recompute else microbatches)
+    held: Sequence[float] = costs.held_bytes(1 if way.recompute else way.alive)
+    if way.inside and way.stages > 1:
+        costs = costs.with_copies_aside()
+        held = [size + aside for size, aside in zip(held, costs.gradient_bytes)] or held
     table = replace(costs, memory_bytes=held, reduce_s=reduce_s)
-    return table.recomputed() if recompute else table
+    return table.recomputed() if way.recompute else table
 
 
 def problem_of(
     table: PartitionTable,
     cluster: ClusterDescription,
-    devices: int,
-    microbatches: int,
+    way: ChainSizes,
     links: Links,
-    recompute: bool,
     replica: int | None,
 ) -> StepProblem:
-    """The step problem for replicas of `devices` devices each, on all devices of a cluster.
+    """The step problem for replicas that are spread in a way, on all devices of a cluster.
 
     All replicas wait for each other, so each ``pp_rank`` has the speed of its slowest device and
     the smallest memory, and each link the speed of the slowest one.
@@ -45,26 +47,24 @@ def problem_of(
     Args:
         table: Table of the partitions, from `in_training`.
         cluster: The cluster.
-        devices: Number of devices of a replica.
-        microbatches: Number of micro-batches.
+        way: The way. If activations are recomputed, a backward includes a forward, and a device
+            keeps the inputs of the micro-batches it has begun with (at most the bytes of the widest
+            cut) and the activations of one.
         links: Links of a replica, from `links_of`.
-        recompute: Whether activations are recomputed: a backward then includes a forward, and a
-            device keeps the inputs of all micro-batches (at most the bytes of the widest cut) and
-            the activations of one.
         replica: Number of a replica whose speeds and memory are taken; None: the least of all.
     """
-    speeds, limits = cluster.relative_speeds, cluster.memory_limits
+    speeds, limits, devices = cluster.relative_speeds, cluster.memory_limits, way.stages
     if replica is not None:
         mine = slice(replica * devices, (replica + 1) * devices)
         speeds, limits = speeds[mine], limits and limits[mine]
-    if recompute:
-        kept = microbatches * max(table.cut_bytes, default=0)
+    if way.recompute:
+        kept = way.alive * max(table.cut_bytes, default=0)
         limits = limits and tuple(max(0.0, limit - kept) for limit in limits)
     return StepProblem(
         table=table,
         speeds=[min(speeds[k::devices]) for k in range(devices)],
         links=links,
-        microbatches=microbatches,
+        microbatches=way.microbatches,
         memory_limits=[min(limits[k::devices]) for k in range(devices)] if limits else (),
     )
 

@@ -21,7 +21,13 @@ from lightning_hybrid.planning.cluster import (
 )
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.shapes import WORTHWHILE, Asked, Shape, rank_shapes, recommended
+from lightning_hybrid.planning.shapes import (
+    WORTHWHILE,
+    Shape,
+    ShapeRequest,
+    rank_shapes,
+    recommended,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +87,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ChosenSizes:
     """The chosen sizes, and alternatives.
 
     Attributes:
@@ -125,13 +131,13 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
-def choose_sizes(
+def fastest_sizes(
     machine: Machine,
     networks: Sequence[Callable[[int], PartitionTable]],
     batch: int,
-    asked: Asked,
+    asked: ShapeRequest,
     present_bytes: int = 0,
-) -> Choice:
+) -> ChosenSizes:
     """Choose the sizes with the shortest predicted time of a batch.
 
     Args:
@@ -162,4 +168,4 @@ def choose_sizes(
     whole = [table(1) for table in tables]
     alone_s = sum(sum(t.loads) for t in whole)
     alone_s += machine.rates.update_s_per_byte * sum(sum(t.gradient_bytes) for t in whole)
-    return Choice(best=best, others=tuple(others.values()), alone_s=alone_s)
+    return ChosenSizes(best=best, others=tuple(others.values()), alone_s=alone_s)

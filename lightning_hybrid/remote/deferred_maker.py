@@ -1,6 +1,6 @@
 """Builds a network of deferred tensors, without memory, and makes their numbers when needed.
 
-Inside `Deferral.building` every new tensor is on the meta device, and a `Tape` records the
+Inside `DeferredMaker.building` every new tensor is on the meta device, and a `Tape` records the
 operations on it; random generators advance as on one device (the numbers are drawn into scratch
 memory and dropped). Afterwards the module's parameters and buffers are deferred
 (:mod:`lightning_hybrid.remote.deferred`), and playing the tape makes their numbers.
@@ -56,14 +56,14 @@ from lightning_hybrid.remote.unread import is_unread
 
 def has_loaded(tensor: Any) -> bool:
     """Whether a deferred tensor was loaded here alone, so that its owner has yet to get it."""
-    deferral: Deferral | None = getattr(tensor, "_maker", None)
+    deferral: DeferredMaker | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
     with as_they_are():
         return deferral.tape.is_marked(tensor)
 
 
-_living: weakref.WeakSet[Deferral] = weakref.WeakSet()
+_living: weakref.WeakSet[DeferredMaker] = weakref.WeakSet()
 
 
 def forget_made() -> None:
@@ -72,7 +72,7 @@ def forget_made() -> None:
         deferral.tape.forget()
 
 
-class Deferral(Maker):
+class DeferredMaker(Maker):
     """The maker of the deferred tensors of one LightningModule.
 
     Args:
@@ -130,7 +130,8 @@ class Deferral(Maker):
         Args:
             marking: whether tensors that are written to are marked as loaded.
         """
-        self.active, self.tape.marking = True, marking
+        self.active = True
+        self.tape.marking = marking
         try:
             with self._recorded():
                 yield
@@ -141,7 +142,7 @@ class Deferral(Maker):
     def _recorded(self) -> Iterator[None]:
         """Inside, this thread records operations, until the module is built."""
         # (one answers what Python reads of tensors, the other records what autograd calls)
-        with _Answers(self), _Recorder(self):
+        with _Answers(self), _TapeRecorder(self):
             yield
 
     @contextlib.contextmanager
@@ -173,7 +174,7 @@ class Deferral(Maker):
         with self.lock, self.unrecorded():
             return self.tape.real([self.tape.view(tensor) for tensor in tensors])
 
-    def settle(self, tensor: Tensor, value: Tensor) -> None:
+    def give_memory(self, tensor: Tensor, value: Tensor) -> None:
         storage, key = value.untyped_storage(), self.tape.view(tensor).key
         for reference in self._shown.pop(key, []):
             other: Any = reference()
@@ -243,7 +244,7 @@ class _Answers(TorchFunctionMode):
     They seem to be on the device of the deferral, and their numbers are made when they are read.
     """
 
-    def __init__(self, deferral: Deferral) -> None:
+    def __init__(self, deferral: DeferredMaker) -> None:
         super().__init__()
         self._deferral = deferral
 
@@ -297,12 +298,13 @@ class _Answers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Recorder(TorchDispatchMode):
+class _TapeRecorder(TorchDispatchMode):
     """While a module is built, runs operations on tensors without memory, and records them."""
 
-    def __init__(self, deferral: Deferral) -> None:
+    def __init__(self, deferral: DeferredMaker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._deferral, self._tape = deferral, deferral.tape
+        self._deferral = deferral
+        self._tape = deferral.tape
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -351,7 +353,7 @@ class _Recorder(TorchDispatchMode):
     def _beside_bare(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bare: list[Tensor]
     ) -> Any:
-        """Run an operation with an argument that has no numbers on one device either.
+        """Run an operation with an argument on the meta device, which has numbers on no rank.
 
         Raises:
             DeferredError: it needs the numbers.
@@ -512,7 +514,13 @@ _ON_META = {"device": "meta", "generator": None, "pin_memory": None}
 _FILLS = {
     f"aten::{name}_"
     for name in (
-        *("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal"),
+        "normal",
+        "uniform",
+        "random",
+        "exponential",
+        "geometric",
+        "cauchy",
+        "log_normal",
         "bernoulli",
     )
 }
