@@ -356,7 +356,7 @@ class Capture:
             if node.op == "placeholder"
         ]
         fresh, resolved = self._captured > 1, resolve_marks(module)
-        weights: _Weights | None = None
+        weights: _WeightsInOrder | None = None
         lacks_marks = not self._marking and may_hide_marks(module)
 
         def run(*values: Any) -> Sequence[Any]:
@@ -370,7 +370,7 @@ class Capture:
             if not self._names:
                 self._learn_names()
             if weights is None or not weights.are_among(values, self._names):
-                weights = _Weights(values, self._names)
+                weights = _WeightsInOrder(values, self._names)
             names = self._named(values, tensors, weights)
             divided = graphs.get(names)
             if divided is None:
@@ -408,7 +408,7 @@ class Capture:
                 raise _OtherDimension
 
     def _named(
-        self, values: Sequence[Any], tensors: Sequence[bool], weights: _Weights
+        self, values: Sequence[Any], tensors: Sequence[bool], weights: _WeightsInOrder
     ) -> tuple[str | None, ...]:
         """Per argument of a graph, the name of the parameter or buffer that it is, or ``None``.
 
@@ -454,7 +454,7 @@ class Capture:
         return None
 
 
-class _Weights:
+class _WeightsInOrder:
     """The parameters and buffers among the arguments of a graph, most likely the same in all calls.
 
     By identity: TorchDynamo hands a graph its tensors and not their names.

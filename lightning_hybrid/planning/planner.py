@@ -419,8 +419,8 @@ def plan_by_schedule(
 def plan_with_backwards_inside(plan_with: Callable[[str], Plan]) -> Plan:
     """Make a plan under `auto` for a network whose backwards may run inside of its calls.
 
-    They do if nothing else fits into memory, or if the step is shorter: because stages need not
-    compute again what would not fit, can be balanced, or go back in two parts.
+    They do if nothing else fits into memory, or only with recomputation and a longer step. (With
+    room for both, the outputs that a user's code may read after the step decide for the other one.)
 
     Args:
         plan_with: Makes the plan with the schedule of this name.
@@ -435,10 +435,11 @@ def plan_with_backwards_inside(plan_with: Callable[[str], Plan]) -> Plan:
             return plan_with(INSIDE)
         except PlanError:
             raise error from None
-    with suppress(PlanError):
-        other = plan_with(INSIDE)
-        if other.step_s < (1 - MARGIN) * best.step_s:
-            return other
+    if best.recompute:
+        with suppress(PlanError):
+            other = plan_with(INSIDE)
+            if other.step_s < (1 - MARGIN) * best.step_s:
+                return other
     return best
 
 

@@ -115,9 +115,9 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             backward: a stage keeps no more micro-batches than there are stages, where the network
             returns its loss) or ``"1f1b_stream"``, whose micro-batches are the batches of
             ``accumulate_grad_batches``. ``"auto"`` is ``"gpipe"``; or the one of the next two that
-            suits ``search.contiguous``, or ``"1f1b"``, if its step is predicted to be clearly
-            shorter; or ``"1f1b"`` where nothing else fits into memory. :class:`Delayed` computes
-            with weights that are some steps old.
+            suits ``search.contiguous``, if its step is predicted to be clearly shorter; or
+            ``"1f1b"`` where memory is short. :class:`Delayed` computes with weights that are some
+            steps old.
         network: dotted name(s) of the module(s) to cut. ``None``: found.
         plan: a :class:`Plan`, a path to one (skips profiling and search), or cut points: the names
             of the first module of each next stage, as in the LightningModule (``["net.layer3"]``).
