@@ -29,9 +29,13 @@ OUTERMOST = {
     "lightning_hybrid/strategy/launcher.py",
     "lightning_hybrid/run/building.py",
     "lightning_hybrid/run/checkpoint_io.py",
-    "lightning_hybrid/run/coming_batches.py",
+    "lightning_hybrid/parts/choice.py",
+    "lightning_hybrid/parts/coming_batches.py",
+    "lightning_hybrid/parts/performance_log.py",
+    "lightning_hybrid/parts/refused_steps.py",
+    "lightning_hybrid/parts/run_table.py",
+    "lightning_hybrid/parts/unequal_shares.py",
     "lightning_hybrid/_lightning_private.py",
-    "lightning_hybrid/run/performance_log.py",
     "lightning_hybrid/strategy/fabric.py",
     "lightning_hybrid/strategy/agreed_sizes.py",
     "lightning_hybrid/strategy/ranks.py",
@@ -43,9 +47,7 @@ OUTERMOST = {
     "lightning_hybrid/run/rehearsed_sizes.py",
     "lightning_hybrid/run/run_results.py",
     "lightning_hybrid/run/run.py",
-    "lightning_hybrid/run/run_table.py",
     "lightning_hybrid/run/session.py",
-    "lightning_hybrid/run/unequal_shares.py",
 }
 WITH_PRIVATE_NAMES = {
     "lightning_hybrid/_lightning_private.py",
@@ -108,9 +110,14 @@ LAYERS = {
         *("remote", "graph", "capture", "comm", "stage", "planning", "process", "state"),
         *("worker", "driver", "config", "_lightning", "_lightning_private"),
     },
+    "parts": {
+        *INNER,
+        *("schedules", "capture", "comm", "stage", "planning", "process", "worker", "driver"),
+        *("run", "_lightning", "_lightning_private"),
+    },
     "strategy": {
         *INNER,
-        *("schedules", "comm", "stage", "planning", "process", "state", "driver", "run"),
+        *("comm", "stage", "planning", "process", "state", "driver", "run", "parts"),
         *("config", "options"),
         *("_lightning", "_lightning_private", "_package"),
     },
@@ -173,7 +180,10 @@ def test_only_the_outermost_files_use_lightning() -> None:
 def test_only_what_talks_to_other_ranks_imports_torch_distributed() -> None:
     rooms = tuple(
         f"lightning_hybrid/{room}/"
-        for room in ("comm", "stage", "process", "state", "worker", "driver", "run", "strategy")
+        for room in (
+            *("comm", "stage", "process", "state", "worker", "driver", "run", "parts"),
+            "strategy",
+        )
     )
     found = importers(FILES, "torch.distributed", "torch.multiprocessing")
     found -= {"lightning_hybrid/asking/doctor.py"}  # measures links
@@ -238,6 +248,29 @@ def test_what_others_import_of_a_room_is_what_it_offers(room: str) -> None:
                 assert name in offered, f"{path}:{line} imports {name}, not in `{place}`"
                 taken.add(name)
     assert offered - taken == set(), "offered, but imported by nobody"
+
+
+def test_one_file_knows_the_parts_of_a_run_and_all_else_their_protocol() -> None:
+    """A class of a part is imported where runs get their list of parts, and nowhere else."""
+    folder, chooses = "lightning_hybrid/parts/", "lightning_hybrid/parts/choice.py"
+    classes = {
+        kind.__name__
+        for path in inside(folder)
+        for kind in vars(import_module(path.removesuffix(".py").replace("/", "."))).values()
+        if isinstance(kind, type) and kind.__module__.startswith("lightning_hybrid.parts.")
+    }
+    parts = {
+        name.rpartition(".")[2]
+        for name, _ in imports(FILES[chooses])
+        if name.startswith("lightning_hybrid.parts.")
+    }
+    assert {"AsynchronousReplica", "LostReplicas", "UnequalShares"} <= parts <= classes
+    for path, tree in FILES.items():
+        known = classes if not path.startswith(folder) else parts
+        for name, line in imports(tree) if path != chooses else ():
+            is_of_a_part = name.startswith("lightning_hybrid.parts.")
+            taken = name.rpartition(".")[2]
+            assert not is_of_a_part or taken not in known, f"{path}:{line} imports {name}"
 
 
 def test_the_use_case_knows_nothing_of_the_plugin() -> None:
@@ -349,7 +382,7 @@ def test_no_two_classes_have_one_name() -> None:
 def test_every_module_that_does_something_is_tested_in_the_folder_of_its_room() -> None:
     """Of these rooms: by a file of its name there, or by a test there that imports it."""
     untested = []
-    for room in ("comm", "stage", "remote", "state", "worker", "driver"):
+    for room in ("comm", "stage", "remote", "state", "worker", "driver", "parts"):
         tests = {
             path.stem: ast.parse(path.read_text()) for path in (ROOT / "tests" / room).glob("*.py")
         }

@@ -24,9 +24,8 @@ happens at the same places in every run.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -54,23 +53,6 @@ class Batch(Protocol):
 
 class Batches:
     """The training batches of a run whose schedule is not streamed: none is fetched early."""
-
-    def wrap(self, loader: Any) -> Any:
-        """The loader that the Trainer uses: the user's."""
-        return loader
-
-    def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Prepare a batch for the training step.
-
-        Args:
-            batch: the batch, as the precision plugin has made it.
-            move: moves a batch to the device.
-        """
-        return move(batch)
-
-    def step(self) -> AbstractContextManager[None]:
-        """Entered for the training step of each batch."""
-        return nullcontext()
 
     def ahead(self, count: int) -> Batch | None:
         """The batch that comes ``count`` batches after the current one.

@@ -1,4 +1,4 @@
-"""A run: its ranks, sessions of drivers and workers, choice of sizes, and performance logs."""
+"""A run: its ranks, sessions of drivers and workers, choice of sizes, protocol of its parts."""
 
 from lightning_hybrid.run.building import (
     BetweenRuns,
@@ -8,6 +8,7 @@ from lightning_hybrid.run.building import (
 )
 from lightning_hybrid.run.checkpoint_io import with_atomic_writes
 from lightning_hybrid.run.framework import FabricFramework
+from lightning_hybrid.run.part import Part
 from lightning_hybrid.run.rehearsed_sizes import choose_on_rank_0
 from lightning_hybrid.run.replica_world import (
     LauncherRanks,

@@ -5,8 +5,8 @@ after each there is :class:`BetweenRuns`.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from threading import Event
@@ -14,14 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
-from lightning_hybrid._lightning_private import (
-    begin_batches_alone,
-    load_evaluation_data_anew,
-    tell_to_end,
-)
 from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.comm import (
@@ -44,17 +39,12 @@ from lightning_hybrid.driver import (
 from lightning_hybrid.planning import Plan, give_back_memory
 from lightning_hybrid.process import Phase, is_loss, read_fault
 from lightning_hybrid.remote import materialize
-from lightning_hybrid.run.asynchronous import AsynchronousReplica
-from lightning_hybrid.run.coming_batches import ComingBatches
-from lightning_hybrid.run.device_times import StepWatcher
-from lightning_hybrid.run.performance_log import PerformanceLog
-from lightning_hybrid.run.replanning import Replanning
+from lightning_hybrid.run.part import Part
 from lightning_hybrid.run.run import Run, scaled, scalers_of
 from lightning_hybrid.run.run_results import Results
-from lightning_hybrid.run.unequal_shares import UnequalShares
 from lightning_hybrid.stage import Synchronised
 from lightning_hybrid.state import save_alone, were_divided, without_frozen
-from lightning_hybrid.worker import BUSY, Worker, serve
+from lightning_hybrid.worker import Worker, serve
 
 T = TypeVar("T")
 
@@ -65,19 +55,20 @@ class DriverSession:
     Args:
         run: what it is made from.
         planner: makes the plan of a network that was found.
+        parts: of the run, in the order in which their hooks are called. One that is a
+            :class:`Batches` too gives the driver later batches.
     """
 
-    def __init__(self, run: Run, planner: Planner) -> None:
-        mesh, config = run.world.mesh, run.config
-        stages, streamed = run.stage_options(), config.streamed
-        self._run = run
+    def __init__(self, run: Run, planner: Planner, parts: Sequence[Part] = ()) -> None:
+        mesh, config, stages = run.world.mesh, run.config, run.stage_options()
+        self._run, self._parts = run, parts
+        # whether replicas hear together that one was told to end
+        self._agree_to_end = any(part.agrees_to_end for part in parts)
         # entered wherever layers may compute
         self._statistics: AbstractContextManager[Any] = (
             Synchronised(stages.statistics) if stages.statistics else nullcontext()
         )
-        self._batches = Batches()
-        if streamed is not None and run.fitting and mesh.coordinates.ranks_per_replica > 1:
-            self._batches = ComingBatches(run.trainer, streamed.barrier)
+        self._batches = next((part for part in parts if isinstance(part, Batches)), None)
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
         self._options = DriverOptions(
             seed=broadcast_object(mesh.drivers, seed),
@@ -105,23 +96,16 @@ class DriverSession:
             scaled=partial(scaled, run.precision),
             first_failure=lambda: read_fault(mesh.store).exception(),
         )
-        self._replanning: Replanning | None = None
         self._failure = Failure("this rank has failed")
-        self._asynchronous: AsynchronousReplica | None = None
         self._buffers_agree = True  # whether replicas have those of replica 0 in an evaluation
         self._changed = False  # whether weights or buffers are others than before the run
         self._salvages = False  # whether the workers can be asked for their weights
-        by_speed = run.config.by_speed and mesh.coordinates.replicas > 1
-        self._shares = UnequalShares(run) if run.fitting and by_speed else None
         self._driver, self._networks = self._drive()
         if not run.fitting:
             self._driver.weights.remember()
         self._intercept()
-        self._survivors = mesh.survivors  # if replicas go on without a lost one
-        if self._survivors is not None:
-            begin_batches_alone(run.trainer, alone=True)
-            self._survivors.on_loss = self._goes_on_without
-        self._watch_steps()
+        for part in parts:
+            part.begin(self._driver)
 
     def _drive(self, before: Driver | None = None) -> tuple[Driver, Discovery]:
         """Make a driver of stages, and what finds the networks that are cut into them.
@@ -146,31 +130,6 @@ class DriverSession:
             driver.close()
             raise
 
-    def _goes_on_without(self, lost: Collection[int]) -> None:
-        """Replicas are lost, and this one goes on."""
-        load_evaluation_data_anew(self._run.trainer)
-        if self._shares is not None:
-            self._shares.say_who_is_left(lost)
-
-    def _watch_steps(self) -> None:
-        """Let those who look at steps do so."""
-        run = self._run
-        self._watchers: list[StepWatcher] = []
-        if run.fitting and run.config.replans_cuts and run.cuts_stay:
-            rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
-        if not run.fitting:
-            return
-        if run.config.log_performance and run.is_global_zero:
-            self._watchers.append(PerformanceLog(run, self._busy_s))
-        if run.changes_cuts:
-            self._replanning = Replanning(run, self._busy_s, rank_zero_info)
-            self._watchers.append(self._replanning)
-
-    def _busy_s(self) -> list[float]:
-        """What devices have computed; see :data:`lightning_hybrid.run.device_times.Meter`."""
-        watch = self._run.stopwatch
-        return [*self._driver.reports(BUSY), watch.read()] if watch is not None else []
-
     def _intercept(self) -> None:
         """Let Lightning's plugins speak of all stages, where they know of one device."""
         if self._run.world.coordinates.ranks_per_replica == 1:  # one device knows all of it
@@ -188,10 +147,6 @@ class DriverSession:
 
     def _release(self) -> None:
         """Undo :meth:`_intercept`."""
-        if self._asynchronous is not None:
-            self._asynchronous.close()
-        if self._survivors is not None:
-            begin_batches_alone(self._run.trainer, alone=False)
         run_backwards_by(None)
         vars(self._run.precision).pop("clip_grad_by_norm", None)
         vars(self._run.precision).pop("clip_grad_by_value", None)
@@ -219,10 +174,11 @@ class DriverSession:
             NetworkNotFoundError: no network was called in it.
         """
         self.begin_step()
-        with self._statistics, self._batches.step():
+        with ExitStack() as contexts:
+            for part in self._parts:
+                contexts.enter_context(part.step())
+            contexts.enter_context(self._statistics)
             output = train()
-        if self._shares is not None:
-            self._shares.hear()
         if output is not None:
             self.require_network()
         return output
@@ -249,7 +205,9 @@ class DriverSession:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """A loss whose gradients, averaged over the replicas, are those of the global batch."""
-        return loss if self._shares is None else self._shares.weighted(loss)
+        for part in self._parts:
+            loss = part.weigh_loss(loss)
+        return loss
 
     def backward(self, compute: Callable[[], None]) -> None:
         """A backward pass, after which the gradients of all replicas are averaged.
@@ -260,16 +218,13 @@ class DriverSession:
         self._driver.gradients.before_backward()
         with self._statistics:  # activation checkpointing runs layers again here
             compute()
-        if self._shares is not None:
-            self._shares.backward_is_over()
-        survivors = self._survivors
-        if survivors is not None:
-            survivors.told_to_end = self._run.trainer.received_sigterm
+        for part in self._parts:
+            part.backward_is_over()
         self._driver.gradients.after_backward()
-        if survivors is not None:
-            if survivors.told_to_end:
-                tell_to_end(self._run.trainer)
-        elif not self._run.is_global_zero and self._driver.gradients.synchronize:
+        for part in self._parts:
+            part.gradients_are_averaged()
+        others = not (self._run.is_global_zero or self._agree_to_end)
+        if others and self._driver.gradients.synchronize:
             run_pending(hold=True)  # the first driver has been here too
 
     @contextmanager
@@ -299,9 +254,9 @@ class DriverSession:
 
     def train_loader(self, loader: Any) -> Any:
         """A loader as the Trainer is to use it."""
-        if self._shares is not None and self._run.trainer.training:
-            loader = self._shares.deal(loader)
-        return self._batches.wrap(loader)
+        for part in self._parts if self._run.trainer.training else ():
+            loader = part.train_loader(loader)
+        return loader
 
     def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """A batch on its device.
@@ -310,43 +265,33 @@ class DriverSession:
             batch: where it is now.
             move: brings it there.
         """
-        return self._batches.arrive(batch, move)
-
-    def start_asynchronous(self, optimizers: Sequence[Optimizer]) -> None:
-        """From now on the optimizer pushes to the home of the parameters, and reads from it."""
-        [optimizer] = optimizers
-        assert isinstance(optimizer, SGD)
-        self._driver.gradients.synchronize = False
-        self._asynchronous = AsynchronousReplica(self._run, optimizer, rank_zero_info)
+        for part in self._parts if self._run.trainer.training else ():
+            move = partial(part.move_batch, move=move)
+        return move(batch)
 
     def fence(self) -> None:
         """Replicas are about to do something together: none is ahead of the others."""
-        if self._asynchronous is not None and self._run.world.phase is Phase.RUNNING:
-            self._asynchronous.fence()
+        for part in self._parts if self._run.world.phase is Phase.RUNNING else ():
+            part.fence()
 
     def batch_starts(self, batch: Any) -> None:
         """A training batch is about to be trained on."""
-        if self._asynchronous is not None:
-            self._asynchronous.batch_starts()
-        # (where replicas go on without a lost one, all hear together that one was told to end)
-        if not self._run.is_global_zero or self._survivors is not None:
+        if not self._run.is_global_zero or self._agree_to_end:
             run_pending(hold=True)
-        if self._replanning is not None and (plans := self._replanning.new_plans()):
-            self._change_cuts(self._replanning, plans)
-        if self._shares is not None:
-            self._shares.weigh(batch)
-        for watcher in self._watchers:
-            watcher.batch_starts(batch)
+        for part in self._parts:
+            if plans := part.new_plans():
+                self._change_cuts(plans)
+        for part in self._parts:
+            part.batch_starts(batch)
 
     @signals_deferred
-    def _change_cuts(self, replanning: Replanning, plans: Mapping[str, Plan]) -> None:
+    def _change_cuts(self, plans: Mapping[str, Plan]) -> None:
         """Between two steps: cut networks at other places (collective over the drivers).
 
         As at the end of a run, this rank gets the weights, gradients and states of all; as in a
         second run, the next call of a network hands them out.
 
         Args:
-            replanning: has found the plans.
             plans: by name of the network.
         """
         self._driver.check()
@@ -354,7 +299,8 @@ class DriverSession:
             self._run.world.mesh.drivers, self._networks.changed() or self._driver.lacking()
         )
         reason = next(filter(None, reasons), "")
-        replanning.tell(plans, reason)
+        for part in self._parts:
+            part.cuts_decided(plans, reason)
         if reason:
             return
         self.await_shards()  # a worker may be writing
@@ -366,22 +312,22 @@ class DriverSession:
         self._driver.end_stages()
         bring_here(self._run.module)
         self._run.plans.update(plans)
-        for watcher in self._watchers:
-            watcher.begin_anew()
         before = self._driver
         self._driver, self._networks = self._drive(before)
         self._intercept()
+        for part in self._parts:
+            part.begin(self._driver)
         self._driver.optimizers.connect(before.optimizers.optimizers)
 
     def training_ends(self) -> None:
         """All batches are trained on."""
         self.fence()
-        if self._survivors is not None:
-            self._survivors.end()
+        for part in self._parts:
+            part.last_batch_is_over()
         run_pending(hold=False)
         self._driver.interrupt()
-        for watcher in self._watchers:
-            watcher.end()
+        for part in self._parts:
+            part.training_ends()
 
     def evaluation_starts(self, *, between: bool) -> None:
         """Hooks may exchange weights and buffers before the first batch (an average of weights).
@@ -393,13 +339,13 @@ class DriverSession:
         if between:  # those hooks are to find the buffers of replica 0
             self._driver.interrupt()
             self._driver.weights.broadcast_buffers()
-            for watcher in self._watchers:
-                watcher.pause()
+            for part in self._parts:
+                part.pause()
 
     def validation_ends(self) -> None:
         """Training goes on, if there is any."""
-        for watcher in self._watchers:
-            watcher.resume()
+        for part in self._parts:
+            part.resume()
 
     def evaluates(self) -> None:
         """An evaluation comes to a batch, or to its end: as under `ddp`, replicas agree by then."""
@@ -530,6 +476,8 @@ class DriverSession:
             self._driver.bring_all(changed=self._changed)
         self._driver.close()
         self._driver.weights.leave_inference()
+        for part in self._parts:
+            part.close()
         self._release()
 
     def end(self, returned: Any) -> None:

@@ -1,29 +1,22 @@
 """What of Lightning does not go together with stages, refused before anything is trained."""
 
-import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from inspect import signature
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid._lightning import (
     BatchSizeFinder,
     Callback,
     CheckpointIO,
-    GradientAccumulationScheduler,
     LayerSync,
-    MixedPrecision,
     ModelPruning,
     TorchSyncBatchNorm,
     Trainer,
-    is_overridden,
     rank_zero_info,
 )
 from lightning_hybrid._torch.optimizers import unscales_by_itself
@@ -32,11 +25,6 @@ from lightning_hybrid.config import Checkpoint
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import gigabytes
-from lightning_hybrid.process import Children
-from lightning_hybrid.run import Run, scalers_of
-from lightning_hybrid.schedules import LookAhead
-from lightning_hybrid.stage import state_buffers
-from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
 
 
 def say_what_is_off() -> None:
@@ -217,202 +205,3 @@ def refuse_optimizers(
                 "and each stage would decide by itself whether to skip it. With "
                 "precision='16-mixed' use fused=False."
             )
-
-
-def refuse_streaming(run: Run) -> None:
-    """Refuse what contradicts a streamed schedule, whose forwards begin before their batch.
-
-    What only the network's first call shows is refused in that call: see
-    :mod:`lightning_hybrid.driver.streamed_calls`.
-
-    Args:
-        run: that is about to begin.
-    """
-    schedule = run.config.streamed
-    if schedule is None or not run.fitting or run.world.coordinates.ranks_per_replica == 1:
-        return
-    for reason in chain(
-        _unknown_batches(run), _unknown_weights(run, schedule), _waits_for_each_send(run)
-    ):
-        raise PlanError(
-            f"{run.config.shown_schedule} begins with later batches early, and {reason}; or use "
-            "schedule='gpipe'."
-        )
-
-
-def _unknown_batches(run: Run) -> Iterator[str]:
-    """Why it is not known what later batches are, and when they step."""
-    module = run.trainer.lightning_module
-    if not module.automatic_optimization:
-        yield (
-            "with manual optimization it is not known when a batch steps. Use automatic "
-            "optimization (automatic_optimization = True)"
-        )
-    if scalers_of(run.precision):
-        yield (
-            "the scale of the loss (precision='16-mixed') decides on each step only when all "
-            "stages are done with it. Use precision='bf16-mixed'"
-        )
-    for owner in (module, getattr(run.trainer, "datamodule", None)):
-        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-            if owner is not None and is_overridden(hook, owner):
-                yield (
-                    f"{type(owner).__name__}.{hook} would be called before the steps of earlier "
-                    "batches. Move its work to the dataset, or into the network"
-                )
-    if "dataloader_iter" in signature(module.training_step).parameters:
-        yield ("training_step(dataloader_iter) fetches its batches itself. Let it take a batch")
-
-
-def _waits_for_each_send(run: Run) -> Iterator[str]:
-    """Why a rank cannot send before the next one is about to receive."""
-    blocks = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
-    if blocks and run.world.mesh.backend == "nccl":
-        yield (
-            "CUDA_LAUNCH_BLOCKING=1 has a rank that sends of a later batch wait for one that "
-            "still trains on this batch, for ever. Unset it"
-        )
-
-
-def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
-    """Why stages could not run ahead, or not with the right weights and buffers."""
-    config = run.config
-    if config.several_stages_per_device:
-        yield "each device must have one stage. Use Search(contiguous=True), or such a plan"
-    if config.compile_stages and schedule.delayed:
-        yield (
-            "compiled stages (compile_stages=True) do not say which weights their backward needs. "
-            "Leave it out"
-        )
-    weights = config.settings.delayed_weights
-    if weights == "current" and isinstance(run.precision, MixedPrecision):
-        yield (
-            "weights='current' is not what autocast does, which keeps its own copies of the "
-            "weights. Use weights='stash'"
-        )
-    if run.synchronised:
-        yield (
-            "batch statistics over the replicas (sync_batchnorm=True) need them in step. Leave "
-            "it out"
-        )
-    if run.world.coordinates.replicas > 1 and state_buffers(run.module):
-        yield (
-            "the network reads buffers in training that each step gives to all replicas "
-            "(codebooks, queues, spectral norms). Use data_parallel_size=1"
-        )
-
-
-def survives_losses(run: Run) -> bool:
-    """Whether replicas go on in this run when one is lost.
-
-    Raises:
-        PlanError: they were asked to, and cannot.
-    """
-    if not run.config.goes_on or not run.fitting:
-        return False
-    for reason in _loses_a_replica(run):
-        raise PlanError(f"on_loss='continue' {reason}; or use on_loss='end'.")
-    return True
-
-
-def _loses_a_replica(run: Run) -> Iterator[str]:
-    """Why a lost replica would be more than one that is missing in the averages of a step."""
-    trainer, replicas = run.trainer, run.world.coordinates.replicas
-    if replicas == 1:
-        yield "needs another replica to go on with, and there is one. Use data_parallel_size=2"
-    strategy: Any = trainer.strategy
-    first = run.world.coordinates.rank == 0
-    if not isinstance(strategy.launcher, HybridSubprocessLauncher) or (
-        first and not Children.processes
-    ):
-        yield (
-            "needs processes that the script has started itself. Use strategy 'hybrid_gabra' and "
-            "`python FILE`, not torchrun, SLURM, spawn or fork"
-        )
-    if trainer.num_nodes > 1 or run.device.type != "cpu":
-        yield "is for CPUs of one host, whose processes one launcher sees end"
-    yield from _steps_otherwise(trainer, "averages once for each batch")
-    yield from _exchanges_more(run)
-
-
-def _steps_otherwise(trainer: Trainer, once: str) -> Iterator[str]:
-    """Reasons why optimizers would not step once in each batch.
-
-    Args:
-        trainer: Lightning's.
-        once: what is done once a batch, for the reason.
-    """
-    if not trainer.lightning_module.automatic_optimization:
-        yield f"{once}. Use automatic_optimization=True"
-    if trainer.accumulate_grad_batches != 1:
-        accumulated = trainer.accumulate_grad_batches
-        yield f"{once}, not accumulate_grad_batches={accumulated}. Leave it out"
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
-        yield f"{once}. Leave GradientAccumulationScheduler out"
-
-
-def refuse_all_but_plain_sgd(optimizers: Iterable[Optimizer], schedule: str) -> None:
-    """A schedule whose formulas are those of gradient descent alone.
-
-    Args:
-        optimizers: the user's.
-        schedule: the argument.
-    """
-    for optimizer in optimizers:
-        groups = optimizer.param_groups if isinstance(optimizer, SGD) else [{}]
-        if any(group.get("momentum") != 0 or group.get("weight_decay") != 0 for group in groups):
-            raise PlanError(
-                f"{schedule} is plain gradient descent, w - rate * gradient (Eq. 2), "
-                f"and {type(optimizer).__name__} does something else. Use torch.optim.SGD without "
-                "momentum and weight decay; or Delayed('fdg'), which has the same delays."
-            )
-
-
-def refuse_asynchronous(run: Run, optimizers: Sequence[Optimizer]) -> None:
-    """What needs all replicas in each step, or an update that does not shrink with its gradient.
-
-    Args:
-        run: that is about to begin.
-        optimizers: the user's.
-    """
-    for reason in chain(_needs_all(run), _no_plain_steps(run, optimizers)):
-        raise PlanError(f"{run.config.replicas!r} {reason}; or use replicas=Equal().")
-
-
-def _needs_all(run: Run) -> Iterator[str]:
-    """What replicas would have to agree on."""
-    trainer = run.trainer
-    if trainer.gradient_clip_val:
-        yield f"clips no gradients: gradient_clip_val={trainer.gradient_clip_val}. Leave it out"
-    yield from _exchanges_more(run)
-
-
-def _exchanges_more(run: Run) -> Iterator[str]:
-    """What replicas would exchange in a step beside gradients."""
-    if scalers_of(run.precision):
-        yield "has no scale of the loss (precision='16-mixed'). Use 'bf16-mixed'"
-    if run.synchronised:
-        yield "takes batch statistics of each replica, not sync_batchnorm=True. Leave it out"
-    if state_buffers(run.module):
-        yield (
-            "leaves buffers to each replica, and the network has some that its steps read "
-            "(codebooks, queues). Take them out"
-        )
-
-
-def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """Reasons why a run has no plain step in each batch, by an optimizer for partial gradients."""
-    yield from _steps_otherwise(run.trainer, "steps once a batch")
-    if len(optimizers) != 1:
-        yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"
-    for optimizer in optimizers:
-        if type(optimizer) is not SGD:
-            yield (
-                f"makes R updates of a part of the gradient each, and {type(optimizer).__name__} "
-                "is not torch.optim.SGD: its updates may not shrink with the gradient. Use SGD"
-            )
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        kinds = sorted({str(p.dtype) for p in parameters})
-        if len(kinds) != 1:
-            yield f"takes parameters of one type, and here are {', '.join(kinds)}. Use one"

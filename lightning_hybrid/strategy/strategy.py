@@ -47,6 +47,7 @@ from lightning_hybrid.config import (
 )
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
+from lightning_hybrid.parts import parts_of, refuse_streaming, survives_losses
 from lightning_hybrid.planning import Plan, free_of_host, give_back_memory
 from lightning_hybrid.process import NoWorld, Phase, ServeOrder, give
 from lightning_hybrid.run import (
@@ -71,8 +72,6 @@ from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
     callbacks_allow,
-    refuse_all_but_plain_sgd,
-    refuse_asynchronous,
     refuse_callbacks,
     refuse_checkpoint_io,
     refuse_copies,
@@ -82,8 +81,6 @@ from lightning_hybrid.strategy.refusals import (
     refuse_lazy,
     refuse_optimizers,
     refuse_other_places,
-    refuse_streaming,
-    survives_losses,
 )
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
@@ -145,7 +142,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             its stages (dropout) then takes its batches whole, with a line that names the operation.
         log_performance: whether the loggers get the time of a step, the throughput, the bubble, the
             speed-up (Eq. 14) and the plan, and `hybrid_runs.csv` a line for `lightning-hybrid
-            fit-model`; :mod:`lightning_hybrid.run.performance_log` defines them.
+            fit-model`; :mod:`lightning_hybrid.parts.performance_log` defines them.
         seed: of the genetic algorithm.
         accelerator: as in ``DDPStrategy``, like the following arguments.
         parallel_devices: see there.
@@ -332,7 +329,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         refuse_streaming(run)
         if run.changes_cuts:
             self._plans.clear()  # of an earlier run it is not known here what they were made from
-        run.world.survive(survives=survives_losses(run))
+        scripted = isinstance(self._launcher, HybridSubprocessLauncher)
+        run.world.survive(survives=survives_losses(run, scripted=scripted))
         if not run.world.coordinates.is_driver:
             raise LeaveTrainer(partial(self._serve, WorkerSession(run)))
         run.world.phase = Phase.RUNNING
@@ -342,17 +340,14 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if ranks.served:
             order = ServeOrder.of(run.module, run.stage_options(), timed=run.stopwatch is not None)
             give([order] * (ranks.stages - 1))
-        self._session = DriverSession(run, partial(self._plan_network, run))
+        parts = parts_of(run) if run.fitting else []
+        self._session = DriverSession(run, partial(self._plan_network, run), parts)
         if run.fitting:
             self.setup_optimizers(trainer)
-            if self._config.staleness is not None:
-                refuse_asynchronous(run, self.optimizers)
-                if ranks.replicas > 1:  # else there is nobody to be ahead of
-                    self._session.start_asynchronous(self.optimizers)
+            for part in parts:
+                part.begin_training(self.optimizers)
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, *ranks.shape, scaled=scaled)
-            if self._config.streamed is not None and self._config.streamed.plain_sgd:
-                refuse_all_but_plain_sgd(self.optimizers, self._config.shown_schedule)
         self.setup_precision_plugin()
 
     def _may_have(self, replicas: int, stages: int) -> bool:

@@ -45,6 +45,7 @@ TITLES = {
 
 REFUSED = {
     "tests/strategy/test_refusals.py": "*",
+    "tests/parts/test_refused_steps.py": "*",
     "tests/driver/test_adoption.py": "*are_refused",
     "tests/run/test_replica_world.py": "test_a_loader_that_was_made_for_all_processes_is_refused",
     "tests/planning/test_plan.py": "test_a_plan_for_another_network_says_which_partitions_differ",
@@ -52,8 +53,8 @@ REFUSED = {
         "test_parameters_that_are_on_no_one_rank_refuse_a_whole_step"
     ),
     "tests/driver/test_streamed_calls.py": "*refused",
-    "tests/run/test_coming_batches.py": "*refused",
-    "tests/run/test_unequal_shares.py": "*refused",
+    "tests/parts/test_coming_batches.py": "*refused",
+    "tests/parts/test_unequal_shares.py": "*refused",
 }
 DIFFERS = {"tests/capture/test_not_seen.py": "*"}
 BESIDE = {

@@ -1,7 +1,8 @@
 """What a run does on a driver and on a worker, with a driver, a worker and ranks that only note."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 import lightning_hybrid.run.session as sessions
@@ -27,6 +28,7 @@ from lightning_hybrid.remote import DeferredMaker
 from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, Building
 from lightning_hybrid.run.framework import TrainerFramework
+from lightning_hybrid.run.part import Part
 from lightning_hybrid.run.run import Run
 from lightning_hybrid.run.session import DriverSession, WorkerSession
 
@@ -106,7 +108,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
 class Driven:
     """A driver's session, and the notes of all that it calls."""
 
-    def __init__(self, run: Run | None = None) -> None:
+    def __init__(self, run: Run | None = None, parts: Sequence[Part] = ()) -> None:
         self.notes: list[Any] = []
         self.run, self.driver = run or make_run(), Notes(self.notes)
         for part in ("remote", "weights", "gradients", "optimizers"):
@@ -119,7 +121,7 @@ class Driven:
             Synchronised=lambda _: Notes(self.notes).statistics(),
             broadcast_object=lambda _, value: value,
         ):
-            self.session = DriverSession(self.run, None)
+            self.session = DriverSession(self.run, None, parts)
         self.notes.clear()
 
 
@@ -263,6 +265,172 @@ def test_the_workers_get_the_results_and_the_plans() -> None:
     driven.session.end([1.5])
     [(results, weights)] = ended
     assert (results.value(), dict(results.plans), weights) == ([1.5], {"net": PLAN}, True)
+
+
+class Noting(Part):
+    """A part that notes its hooks, among what the session asks of its driver."""
+
+    def __init__(self, notes: list[Any], name: str = "part") -> None:
+        self.notes, self.name = notes, name
+
+    def note(self, hook: str) -> None:
+        self.notes.append(f"{self.name}.{hook}")
+
+    def train_loader(self, loader: Any) -> Any:
+        return f"{self.name}({loader})"
+
+    def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        return f"{self.name}({move(batch)})"
+
+    def new_plans(self) -> dict[str, Plan]:
+        self.note("new_plans")
+        return {}
+
+    def batch_starts(self, batch: Any) -> None:
+        self.note("batch_starts")
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self.note("step")
+        yield
+        self.note("end of step")
+
+    def weigh_loss(self, loss: Tensor) -> Tensor:
+        return 2 * loss
+
+    def backward_is_over(self) -> None:
+        self.note("backward_is_over")
+
+    def gradients_are_averaged(self) -> None:
+        self.note("gradients_are_averaged")
+
+    def fence(self) -> None:
+        self.note("fence")
+
+    def pause(self) -> None:
+        self.note("pause")
+
+    def resume(self) -> None:
+        self.note("resume")
+
+    def last_batch_is_over(self) -> None:
+        self.note("last_batch_is_over")
+
+    def training_ends(self) -> None:
+        self.note("training_ends")
+
+    def close(self) -> None:
+        self.note("close")
+
+
+@pytest.fixture(name="noted")
+def _noted(monkeypatch: pytest.MonkeyPatch) -> tuple[Driven, list[Any]]:
+    """The driver of a second replica with a part, and what is noted of both and of signals."""
+    part = Noting([])
+    driven = Driven(make_run(Coordinates(1, 2, 1)), [part])
+    part.notes = driven.notes
+    monkeypatch.setattr(sessions, "run_pending", lambda *, hold: driven.notes.append("signals"))
+    return driven, driven.notes
+
+
+def test_hooks_around_a_batch_come_in_the_order_of_the_protocol(
+    noted: tuple[Driven, list[Any]],
+) -> None:
+    driven, notes = noted
+    driven.session.batch_starts(None)
+    assert notes == ["signals", "part.new_plans", "part.batch_starts"]
+    notes.clear()
+    driven.session.step(lambda: notes.append("user"))
+    assert notes == [
+        *("begin_step", "part.step", "statistics", "user", "end of statistics"),
+        "part.end of step",
+    ]
+
+
+def test_hooks_around_a_backward_come_in_the_order_of_the_protocol(
+    noted: tuple[Driven, list[Any]],
+) -> None:
+    driven, notes = noted
+    assert driven.session.weighted(torch.tensor(1.5)) == 3
+    driven.session.backward(lambda: notes.append("autograd"))
+    assert notes == [
+        *("before_backward", "statistics", "autograd", "end of statistics"),
+        *("part.backward_is_over", "after_backward", "part.gradients_are_averaged", "signals"),
+    ]
+
+
+def test_hooks_around_a_validation_and_at_the_end_come_in_the_order_of_the_protocol(
+    noted: tuple[Driven, list[Any]],
+) -> None:
+    driven, notes = noted
+    driven.session.evaluation_starts(between=True)
+    driven.session.validation_ends()
+    assert notes == ["interrupt", "broadcast_buffers", "part.pause", "part.resume"]
+    notes.clear()
+    driven.session.training_ends()
+    assert notes == [
+        *("part.fence", "part.last_batch_is_over", "signals", "interrupt", "part.training_ends"),
+    ]
+    driven.session.close()
+    assert notes[-3:] == ["close", "leave_inference", "part.close"]
+    notes.clear()
+    driven.run.world.phase = Phase.FAILED
+    driven.session.fence()
+    assert notes == []
+
+
+def test_replicas_that_agree_to_end_handle_signals_only_before_a_batch(
+    noted: tuple[Driven, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, notes = noted
+    monkeypatch.setattr(Noting, "agrees_to_end", True)
+    for replica in range(2):
+        driven = Driven(make_run(Coordinates(replica, 2, 1)), [Noting([])])
+        monkeypatch.setattr(sessions, "run_pending", lambda *, hold: notes.append("signals"))
+        driven.session.batch_starts(None)
+        driven.session.backward(lambda: None)
+    assert notes == ["signals", "signals"]
+
+
+def test_only_in_training_parts_have_a_say_in_loaders_and_batches() -> None:
+    driven = Driven(parts=[Noting([], "first"), Noting([], "second")])
+    loaded = driven.session.train_loader("loader"), driven.session.move_batch(1, str)
+    assert loaded == ("loader", "1")
+    driven.run.trainer.training = True
+    loaded = driven.session.train_loader("loader"), driven.session.move_batch(1, str)
+    assert loaded == ("second(first(loader))", "second(first(1))")
+
+
+@pytest.mark.parametrize("reason", ["", "'net.0' has another hook"])
+def test_parts_begin_again_where_stages_are_cut_anew(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+    other = replace(PLAN, cuts=("c",))
+
+    class CutsAnew(Part):
+        def begin(self, driver: Any) -> None:
+            heard.append("begin")
+
+        def new_plans(self) -> dict[str, Plan]:
+            return {"net": other}
+
+        def cuts_decided(self, plans: Any, reason: str) -> None:
+            heard.append((dict(plans), reason, driven.run.plans["net"].cuts))
+
+    driven = Driven(parts=[CutsAnew()])
+    assert heard == ["begin"]
+    for name in ("Driver", "Discovery"):
+        monkeypatch.setattr(sessions, name, lambda *_, **__: driven.driver)
+    monkeypatch.setattr(sessions, "gather_objects", lambda *_: ["", reason])
+    monkeypatch.setattr(sessions, "bring_here", lambda _: None)
+    networks: Any = driven.session._networks
+    networks.changed = driven.driver.lacking = lambda: ""
+    driven.session.batch_starts(None)
+    # what is said names the cuts that were in force
+    assert heard[1] == ({"net": other}, reason, ("b",))
+    assert heard[2:] == ([] if reason else ["begin"])
+    assert driven.run.plans["net"] is (PLAN if reason else other)
 
 
 class Obedient:

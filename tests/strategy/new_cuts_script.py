@@ -18,8 +18,7 @@ from records import read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hybrid.run import device_times, replanning
-from lightning_hybrid.run.session import DriverSession
+from lightning_hybrid.parts import device_times, replanning
 
 SEED = 5
 BATCHES = 26
@@ -118,7 +117,7 @@ def measure(trainer: Trainer, speeds: list[Any]) -> None:
 
     totals: list[float] = []
 
-    def read(_: DriverSession) -> list[float]:
+    def read(_: device_times.StepWatcher) -> list[float]:
         here = trainer.strategy.coordinates
         true = speeds[here.dp_rank] if here.replicas > 1 else speeds
         plans = [*trainer.strategy._plans.values()]
@@ -132,7 +131,7 @@ def measure(trainer: Trainer, speeds: list[Any]) -> None:
         totals[:] = [a + b for a, b in zip(before, [*workers, driver])]
         return list(totals)
 
-    DriverSession._busy_s = read  # type: ignore[method-assign]
+    device_times.StepWatcher.busy_s = read  # type: ignore[method-assign]
     ticks = count()  # no time passes that would matter
     clock = SimpleNamespace(perf_counter=lambda: 1e-9 * next(ticks))
     device_times.time = clock  # type: ignore[assignment]

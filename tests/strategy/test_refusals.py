@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from torch import nn
 
-from lightning_hybrid import Asynchronous, HybridGabraStrategy, Plan, Search, Sharded
+from lightning_hybrid import HybridGabraStrategy, Plan, Search, Sharded
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.config import Config
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.progress import StartProgress
@@ -26,7 +24,6 @@ from lightning_hybrid.stage import StageOptions
 from lightning_hybrid.strategy import refusals
 from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
 from lightning_hybrid.strategy.refusals import (
-    refuse_asynchronous,
     refuse_copies,
     refuse_device,
     refuse_lazy,
@@ -151,28 +148,6 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
     ]
     refuse_copies(Model(1000), 2, 9_000_000)
     refuse_copies(Model(1000), 3, None)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"accumulate_grad_batches": 2}, "not accumulate_grad_batches=2"),
-        ({"callbacks": [GradientAccumulationScheduler({4: 2})]}, "Leave GradientAccumulationSch"),
-    ],
-)
-def test_asynchronous_replicas_step_once_a_batch(arguments: dict[str, Any], text: str) -> None:
-    """Gradients of several batches with `Asynchronous` replicas, by number or by a scheduler."""
-    accumulating: Any = Trainer(accelerator="cpu", logger=False, **arguments)
-    accumulating.strategy.connect(BoringModel())
-    run: Any = SimpleNamespace(
-        trainer=accumulating,
-        module=nn.Linear(1, 1),
-        precision=accumulating.precision_plugin,
-        synchronised=False,
-        config=Config(replicas=Asynchronous()),
-    )
-    with pytest.raises(PlanError, match=rf"Asynchronous\(\) steps once a batch.*{text}"):
-        refuse_asynchronous(run, [])
 
 
 def test_accelerators_without_groups_are_refused() -> None:

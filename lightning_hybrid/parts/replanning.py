@@ -13,9 +13,9 @@ from typing import Any
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.comm import broadcast_object, gather_objects
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.parts.device_times import StepWatcher, Window
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.run.device_times import Meter, StepWatcher, Window
-from lightning_hybrid.run.run import Run
+from lightning_hybrid.run import Run
 
 FIRST = 3
 """Batches that are not looked at: networks are captured and caches filled in them."""
@@ -93,18 +93,15 @@ class Replanning(StepWatcher):
 
     Args:
         run: whose plans are in force.
-        meter: of the devices of this replica.
         say: shows a line to the user, once for all replicas.
     """
 
-    def __init__(self, run: Run, meter: Meter, say: Callable[[str], None]) -> None:
-        self._run = run
-        self._meter = meter
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        super().__init__(run)
         self._say = say
         self._epoch = run.trainer.current_epoch
         self._said: set[str] = set()
         self._why = ""  # of replica 0, for what is said of the decision
-        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget all measurements so far."""
@@ -124,7 +121,7 @@ class Replanning(StepWatcher):
             busy_s = [seconds / WINDOW for seconds in self._window.busy_s]
             wall_s = self._window.wall_s / WINDOW
             self._windows.append(BusyWindow([busy_s[-1], *busy_s[:-1]], wall_s))
-        self._batches, self._window = 0, Window(self._meter)
+        self._batches, self._window = 0, Window(self.busy_s)
 
     @property
     def _is_comparable(self) -> bool:
@@ -134,9 +131,9 @@ class Replanning(StepWatcher):
         return bool(timed and plans[0].rows and len(plans) == 1)
 
     def new_plans(self) -> dict[str, Plan]:
-        """At the start of a batch: the plans to go on with if others should be (collective).
+        """At the first batch of another epoch: the plans to go on with (collective).
 
-        Empty: it is not the first batch of another epoch, or the plans in force are good enough.
+        Empty: the plans in force are good enough.
         """
         before, self._epoch = self._epoch, self._run.trainer.current_epoch
         if self._epoch == before:
@@ -150,7 +147,7 @@ class Replanning(StepWatcher):
         plans: dict[str, Plan] = broadcast_object(drivers, found)
         return plans
 
-    def tell(self, plans: Mapping[str, Plan], reason: str) -> None:
+    def cuts_decided(self, plans: Mapping[str, Plan], reason: str) -> None:
         """Tell the user whether new plans are used.
 
         Args:

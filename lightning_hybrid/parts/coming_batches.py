@@ -1,4 +1,4 @@
-"""Fetch training batches before their turn, for streamed schedules, which run forwards early.
+"""Streamed schedules run forwards of later batches early: fetch these batches before their turn.
 
 The train loader is wrapped: batches are fetched when an early forward is launched, prepared as
 Lightning would (precision, transfer), and handed out in their order when the Trainer asks. All is
@@ -10,18 +10,25 @@ their own generators, so they make the same batch at any time. Loaders without s
 refused.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
+from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 
-from lightning_hybrid._lightning import Trainer
+from lightning_hybrid._lightning import MixedPrecision, Trainer, is_overridden
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.capture import plain
 from lightning_hybrid.driver import Batches
-from lightning_hybrid.errors import NetworkError
+from lightning_hybrid.errors import NetworkError, PlanError
+from lightning_hybrid.run import Part, Run, scalers_of
+from lightning_hybrid.schedules import LookAhead
+from lightning_hybrid.stage import state_buffers
 
 
 class ComingBatch:
@@ -163,7 +170,7 @@ class ComingLoader:
         self.iteration = iteration
 
 
-class ComingBatches(Batches):
+class ComingBatches(Part, Batches):
     """The batches of a run with a streamed schedule.
 
     See :class:`lightning_hybrid.driver.streamed_calls.Batches`.
@@ -182,22 +189,17 @@ class ComingBatches(Batches):
         self._iteration: Iteration | None = None
         self._in_step = False
 
-    def wrap(self, loader: Any) -> Any:
-        """Wrap a loader that is made while the Trainer trains; return any other as it is.
+    def train_loader(self, loader: Any) -> Any:
+        """Wrap a loader, which may be one for a validation if the Tuner makes it."""
+        return ComingLoader(loader)
 
-        (It may be a validation loader, which the Tuner has made then.)
-        """
-        return ComingLoader(loader) if self._trainer.training else loader
-
-    def arrive(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+    def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """Begin the batch that the Trainer has got, and prepare it for the training step.
 
         Args:
             batch: the batch, as the precision plugin has made it.
             move: moves a batch to the device.
         """
-        if not self._trainer.training:
-            return move(batch)
         self._iteration = self._the_loader().iteration
         self._move = move
         self._begun = self._iteration.begin() if self._iteration else None
@@ -272,3 +274,107 @@ class ComingBatches(Batches):
                 "schedule='gpipe'."
             )
         return loader
+
+
+class PlainDescent(Part):
+    """A schedule whose formulas are those of gradient descent without momentum.
+
+    Args:
+        schedule: the argument.
+    """
+
+    def __init__(self, schedule: str) -> None:
+        self._schedule = schedule
+
+    def begin_training(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            groups = optimizer.param_groups if isinstance(optimizer, SGD) else [{}]
+            if any(one.get("momentum") != 0 or one.get("weight_decay") != 0 for one in groups):
+                raise PlanError(
+                    f"{self._schedule} is plain gradient descent, w - rate * gradient (Eq. 2), and "
+                    f"{type(optimizer).__name__} does something else. Use torch.optim.SGD without "
+                    "momentum and weight decay; or Delayed('fdg'), which has the same delays."
+                )
+
+
+def refuse_streaming(run: Run) -> None:
+    """Refuse what contradicts a streamed schedule, whose forwards begin before their batch.
+
+    What only the network's first call shows is refused in that call: see
+    :mod:`lightning_hybrid.driver.streamed_calls`.
+
+    Args:
+        run: that is about to begin.
+    """
+    schedule = run.config.streamed
+    if schedule is None or not run.fitting or run.world.coordinates.ranks_per_replica == 1:
+        return
+    for reason in chain(
+        _unknown_batches(run), _unknown_weights(run, schedule), _waits_for_each_send(run)
+    ):
+        raise PlanError(
+            f"{run.config.shown_schedule} begins with later batches early, and {reason}; or use "
+            "schedule='gpipe'."
+        )
+
+
+def _unknown_batches(run: Run) -> Iterator[str]:
+    """Why it is not known what later batches are, and when they step."""
+    module = run.trainer.lightning_module
+    if not module.automatic_optimization:
+        yield (
+            "with manual optimization it is not known when a batch steps. Use automatic "
+            "optimization (automatic_optimization = True)"
+        )
+    if scalers_of(run.precision):
+        yield (
+            "the scale of the loss (precision='16-mixed') decides on each step only when all "
+            "stages are done with it. Use precision='bf16-mixed'"
+        )
+    for owner in (module, getattr(run.trainer, "datamodule", None)):
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if owner is not None and is_overridden(hook, owner):
+                yield (
+                    f"{type(owner).__name__}.{hook} would be called before the steps of earlier "
+                    "batches. Move its work to the dataset, or into the network"
+                )
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        yield ("training_step(dataloader_iter) fetches its batches itself. Let it take a batch")
+
+
+def _waits_for_each_send(run: Run) -> Iterator[str]:
+    """Why a rank cannot send before the next one is about to receive."""
+    blocks = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+    if blocks and run.world.mesh.backend == "nccl":
+        yield (
+            "CUDA_LAUNCH_BLOCKING=1 has a rank that sends of a later batch wait for one that "
+            "still trains on this batch, for ever. Unset it"
+        )
+
+
+def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
+    """Why stages could not run ahead, or not with the right weights and buffers."""
+    config = run.config
+    if config.several_stages_per_device:
+        yield "each device must have one stage. Use Search(contiguous=True), or such a plan"
+    if config.compile_stages and schedule.delayed:
+        yield (
+            "compiled stages (compile_stages=True) do not say which weights their backward needs. "
+            "Leave it out"
+        )
+    weights = config.settings.delayed_weights
+    if weights == "current" and isinstance(run.precision, MixedPrecision):
+        yield (
+            "weights='current' is not what autocast does, which keeps its own copies of the "
+            "weights. Use weights='stash'"
+        )
+    if run.synchronised:
+        yield (
+            "batch statistics over the replicas (sync_batchnorm=True) need them in step. Leave "
+            "it out"
+        )
+    if run.world.coordinates.replicas > 1 and state_buffers(run.module):
+        yield (
+            "the network reads buffers in training that each step gives to all replicas "
+            "(codebooks, queues, spectral norms). Use data_parallel_size=1"
+        )

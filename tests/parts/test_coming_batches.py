@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.run.coming_batches import ComingBatch, ComingBatches, ComingLoader
+from lightning_hybrid.parts.coming_batches import ComingBatch, ComingBatches, ComingLoader
 
 
 class Loader:
@@ -47,7 +47,7 @@ class Trained:
         }
         self.trainer: Any = SimpleNamespace(**{**usual, **trainer})
         self.coming = ComingBatches(self.trainer, barrier)
-        self.loader = self.trainer.train_dataloader = self.coming.wrap(loader)
+        self.loader = self.trainer.train_dataloader = self.coming.train_loader(loader)
         self.moved: list[float] = []
         self.batches = iter(self.loader)
 
@@ -56,7 +56,7 @@ class Trained:
         batch = next(self.batches)
         if batch < 100:
             batch = self.trainer.precision_plugin.convert_input(batch)
-        mine = self.coming.arrive(batch, self.move)
+        mine = self.coming.move_batch(batch, self.move)
         self.trainer.fit_loop.epoch_loop.batch_idx += 1
         with self.coming.step():
             assert self.coming.ahead(0).tensors[0] is mine
@@ -125,16 +125,9 @@ def test_the_wrapper_is_the_loader_in_all_else() -> None:
     assert [value.item() for value in copy] == [0, 1, 2]
 
 
-def test_loaders_of_evaluation_stay_what_they_are() -> None:
-    run, loader = Trained(Loader(3)), Loader(3)
-    run.trainer.training = False
-    assert run.coming.wrap(loader) is loader
-    assert run.coming.arrive(torch.tensor(1.0), run.move) == 1001
-
-
 def test_a_loader_made_for_validation_in_the_middle_of_training_is_not_that_of_training() -> None:
     run = Trained(Loader(3))
-    assert len(run.coming.wrap(Loader(2))) == 2  # as the Tuner has it made
+    assert len(run.coming.train_loader(Loader(2))) == 2  # as the Tuner has it made
     assert [run.step(1) for _ in range(3)] == [(1100, [1101]), (1101, [1102]), (1102, [])]
 
 

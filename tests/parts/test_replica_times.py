@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hybrid.run.replica_times import FEWEST, FIRST, ReplicaTimes
+from lightning_hybrid.parts.replica_times import FEWEST, FIRST, ReplicaTimes
 
 
 def test_speeds_are_those_of_the_median_batch_since_they_were_asked() -> None:

@@ -8,10 +8,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_hybrid.comm import Coordinates
+from lightning_hybrid.parts.performance_log import PerformanceLog
 from lightning_hybrid.planning.plan import Plan
-from lightning_hybrid.run.performance_log import PerformanceLog
 
 PLAN = Plan(replicas=1, stages=3, microbatches=1, schedule="fdg", cuts=("1", "2"))
+DRIVER: Any = None  # nobody asks it, without a stopwatch
 
 
 def test_a_plan_is_logged_once_with_its_delays() -> None:
@@ -20,14 +21,15 @@ def test_a_plan_is_logged_once_with_its_delays() -> None:
     loggers = [SimpleNamespace(log_hyperparams=found.append)]
     trainer = SimpleNamespace(loggers=loggers, global_step=0, log_every_n_steps=50)
     world = SimpleNamespace(coordinates=Coordinates(0, 1, 3))
-    run: Any = SimpleNamespace(trainer=trainer, plans=plans, world=world)
-    log = PerformanceLog(run, tuple)
+    run: Any = SimpleNamespace(stopwatch=None, trainer=trainer, plans=plans, world=world)
+    log = PerformanceLog(run)
+    log.begin(DRIVER)
     log.batch_starts(None)
     assert found == []  # nothing is cut yet
     plans["net"] = PLAN
     for _ in range(2):
         log.batch_starts(None)
-    log.end()
+    log.training_ends()
     [values] = found
     assert (
         values.items()
@@ -43,8 +45,10 @@ def test_tensorboard_gets_a_plan_as_a_text_and_no_value_of_its_own(tmp_path: Pat
     logger = TensorBoardLogger(tmp_path, version=0)
     trainer = SimpleNamespace(loggers=[logger], global_step=0, log_every_n_steps=50)
     world = SimpleNamespace(coordinates=Coordinates(0, 1, 3))
-    run: Any = SimpleNamespace(trainer=trainer, plans={"net": PLAN}, world=world)
-    PerformanceLog(run, tuple).batch_starts(None)
+    run: Any = SimpleNamespace(stopwatch=None, trainer=trainer, plans={"net": PLAN}, world=world)
+    log = PerformanceLog(run)
+    log.begin(DRIVER)
+    log.batch_starts(None)
     logger.finalize("success")
     events = EventAccumulator(logger.log_dir)
     events.Reload()
@@ -64,8 +68,11 @@ def test_the_work_before_the_first_step_is_logged_by_parts_after_it() -> None:
     progress = SimpleNamespace(
         seconds={"capturing 'net'": 2.5, "profiling and planning 'net'": 4.0}
     )
-    run: Any = SimpleNamespace(trainer=trainer, plans={}, world=world, progress=progress)
-    log = PerformanceLog(run, list)
+    run: Any = SimpleNamespace(
+        stopwatch=None, trainer=trainer, plans={}, world=world, progress=progress
+    )
+    log = PerformanceLog(run)
+    log.begin(DRIVER)
     for trainer.global_step in range(3):
         log.batch_starts(None)
     capturing, planning = "hybrid/start/capturing_s", "hybrid/start/profiling_and_planning_s"

@@ -26,10 +26,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid._lightning import TensorBoardLogger
+from lightning_hybrid.parts.device_times import StepWatcher, Window
+from lightning_hybrid.parts.run_table import add_run
 from lightning_hybrid.planning import Plan, speedup
-from lightning_hybrid.run.device_times import Meter, StepWatcher, Window
-from lightning_hybrid.run.run import Run
-from lightning_hybrid.run.run_table import add_run
+from lightning_hybrid.run import Run
 from lightning_hybrid.stage import bubble, serial_s
 
 
@@ -38,16 +38,12 @@ class PerformanceLog(StepWatcher):
 
     Args:
         run: that is about to begin, whose Trainer has the loggers.
-        meter: of the devices of this replica.
     """
 
-    def __init__(self, run: Run, meter: Meter) -> None:
-        self._run = run
-        self._trainer = run.trainer
-        self._meter = meter
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._replicas = run.world.coordinates.replicas
         self._known: set[str] = set()  # names of the networks whose plans are logged
-        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Stages are cut at other places, or it is the beginning: networks are captured first."""
@@ -73,13 +69,13 @@ class PerformanceLog(StepWatcher):
         # not in the first step, in which networks are captured and measured
         if self._window is None and step > self._first_step:
             self._log_start(step)
-            self._window = Window(self._meter)
+            self._window = Window(self.busy_s)
             self._begun = step
             self._samples = 0
         if self._window is not None:
             self._samples += first_size(batch) or 0
 
-    def end(self) -> None:
+    def training_ends(self) -> None:
         """Log the last window, which may have fewer steps; further fits of the Tuner may follow."""
         self._log_plans()
         step = self._trainer.global_step

@@ -8,6 +8,7 @@ the B samples of the global batch are its own. Nothing below the loss needs to k
 
 import random
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from itertools import accumulate, islice
 from typing import Any
@@ -23,9 +24,9 @@ from lightning_hybrid._lightning_private import rebuilt_loader
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import ANOTHER_REPLICA, start, wait
 from lightning_hybrid.errors import PlanError
+from lightning_hybrid.parts.replica_times import ReplicaTimes
 from lightning_hybrid.planning import batch_sizes, share_samples
-from lightning_hybrid.run.replica_times import ReplicaTimes
-from lightning_hybrid.run.run import Run
+from lightning_hybrid.run import Part, Run
 
 
 class DealtBatches:
@@ -82,7 +83,7 @@ class DealtBatches:
                 yield [whole[place] for place in self._shares.part(size, speeds)]
 
 
-class UnequalShares:
+class UnequalShares(Part):
     """Deals samples to the replicas by their speed, and weighs what they find.
 
     Args:
@@ -153,7 +154,7 @@ class UnequalShares:
         over, done = divmod(done, max(1, count))
         return loop.epoch_progress.current.processed + over, done
 
-    def deal(self, loader: Any) -> Any:
+    def train_loader(self, loader: Any) -> Any:
         """A train loader that gives this replica its share of the samples.
 
         Args:
@@ -204,8 +205,8 @@ class UnequalShares:
                 f"Give batch_size=2 or more and {replicas} samples or more, or use Equal()."
             )
 
-    def weigh(self, batch: Any) -> None:
-        """A batch is about to be trained on: tell the other replicas what it weighs.
+    def batch_starts(self, batch: Any) -> None:
+        """Tell the other replicas what a batch weighs.
 
         Args:
             batch: of this replica.
@@ -219,7 +220,7 @@ class UnequalShares:
                 "BySpeed weighs each batch before training_step, which takes a "
                 "dataloader_iter here. Let it take the batch, or use Equal()."
             )
-        self.hear()
+        self._hear()
         weight = getattr(self._trainer.lightning_module, "hybrid_weight", self._samples)
         before, self._own = self._own, float(weight(batch))
         if self._survivors is not None:
@@ -235,7 +236,12 @@ class UnequalShares:
         # it travels beside the forward, and is needed when the loss is known
         self._work = start(self._drivers.allreduce, [self._sums], peer=ANOTHER_REPLICA)
 
-    def hear(self) -> None:
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        yield
+        self._hear()
+
+    def _hear(self) -> None:
         """Wait for what the other replicas have told of this batch, before it is over."""
         if self._work is None:
             return
@@ -246,17 +252,16 @@ class UnequalShares:
             if self._times.is_last():
                 self._share_anew(self._times.speeds())
 
-    def weighted(self, loss: Tensor) -> Tensor:
+    def weigh_loss(self, loss: Tensor) -> Tensor:
         """Scale the loss so that gradients, averaged over the replicas, are the global batch's."""
         if self._survivors is not None:
             return loss * self._survivors.weight
-        self.hear()
+        self._hear()
         total = self._sums[0].item()
         factor = len(self.speeds) * self._own / total if total else 0.0
         return loss if factor == 1 else loss * factor
 
     def backward_is_over(self) -> None:
-        """A backward of this batch is over."""
         if self._times is not None:
             self._times.backward_is_over()
 

@@ -14,7 +14,8 @@ replica 0 has at that time, including what hooks have changed since the fence.
 
 import csv
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -22,12 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid._lightning_private import begin_batches_alone
 from lightning_hybrid.comm import BackgroundThread, GroupWire, run_pending, signals_deferred
-from lightning_hybrid.errors import HybridError
-from lightning_hybrid.run.run import Run
+from lightning_hybrid.driver import Driver
+from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.parts.refused_steps import exchanges_more, steps_otherwise
+from lightning_hybrid.run import Part, Run
 
 ORDER = "asynchronous_order.csv"
 """File in the Trainer's ``default_root_dir`` that lists the pushes of each update."""
@@ -166,20 +170,18 @@ class ParameterServer:
         self._held.clear()
 
 
-class AsynchronousReplica:
+class AsynchronousReplica(Part):
     """The part of one replica: a step of its optimizer pushes to the home and reads from it.
 
     Args:
         run: the run that is about to begin.
-        optimizer: the user's optimizer, which is hooked.
         say: prints a line, once for all replicas.
     """
 
-    def __init__(self, run: Run, optimizer: SGD, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._run = run
         self._trainer = run.trainer
-        self._optimizer = optimizer
-        mesh, bound = run.world.mesh, run.config.staleness or 0
-        replicas = mesh.coordinates.replicas
+        self._say = say
         self._together = True
         self._stepping = False
         self._step = 0
@@ -187,6 +189,22 @@ class AsynchronousReplica:
         self._read = torch.empty(0)
         self._order: list[Push] = []
         self._home: ParameterServer | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self, driver: Driver) -> None:
+        self._averages = driver.gradients
+
+    def begin_training(self, optimizers: Sequence[Optimizer]) -> None:
+        """From now on the optimizer pushes to the home of the parameters, and reads from it."""
+        run = self._run
+        for reason in chain(_needs_all(run), _no_plain_steps(run, optimizers)):
+            raise PlanError(f"{run.config.replicas!r} {reason}; or use replicas=Equal().")
+        mesh, bound = run.world.mesh, run.config.staleness or 0
+        replicas = mesh.coordinates.replicas
+        if replicas == 1:  # there is nobody to be ahead of
+            return
+        [self._optimizer] = (each for each in optimizers if isinstance(each, SGD))
+        self._averages.synchronize = False
         self._wire = GroupWire(mesh.drivers, 0, "replica 0", _TAG)
         if mesh.coordinates.dp_rank == 0:
             self._home = ParameterServer(replicas, bound, self._order.append)
@@ -198,22 +216,24 @@ class AsynchronousReplica:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text("version,replica,push,read\n")
         self._hooks = [
-            optimizer.register_step_pre_hook(self._exchange),
-            optimizer.register_step_post_hook(self._stepped),
+            self._optimizer.register_step_pre_hook(self._exchange),
+            self._optimizer.register_step_post_hook(self._stepped),
         ]
-        begin_batches_alone(run.trainer, alone=True)
-        say(
+        begin_batches_alone(self._trainer, alone=True)
+        self._say(
             f"Asynchronous(staleness={bound}): replicas go on with weights that are up to "
             f"{bound} updates old, each of which has momentum and weight decay of its own. That "
             "gains time where devices stall at random; where one is always slower, all have as "
             "many batches to do as it has: use BySpeed() there."
         )
 
-    def batch_starts(self) -> None:
+    def batch_starts(self, batch: Any) -> None:
         """Begin a batch: handlers of signals wait until the next one, or until a fence.
 
         After a fence the home begins again, with the current weights of replica 0.
         """
+        if not self._hooks:
+            return
         run_pending(hold=True)
         if self._together:
             if self._trainer.optimizers != [self._optimizer]:
@@ -378,3 +398,28 @@ def _moved(state: dict[str, Any], parameter: Parameter) -> dict[str, Any]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal, NaNs included."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _needs_all(run: Run) -> Iterator[str]:
+    """What replicas would have to agree on."""
+    trainer = run.trainer
+    if trainer.gradient_clip_val:
+        yield f"clips no gradients: gradient_clip_val={trainer.gradient_clip_val}. Leave it out"
+    yield from exchanges_more(run)
+
+
+def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """Reasons why a run has no plain step in each batch, by an optimizer for partial gradients."""
+    yield from steps_otherwise(run.trainer, "steps once a batch")
+    if len(optimizers) != 1:
+        yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"
+    for optimizer in optimizers:
+        if type(optimizer) is not SGD:
+            yield (
+                f"makes R updates of a part of the gradient each, and {type(optimizer).__name__} "
+                "is not torch.optim.SGD: its updates may not shrink with the gradient. Use SGD"
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        kinds = sorted({str(p.dtype) for p in parameters})
+        if len(kinds) != 1:
+            yield f"takes parameters of one type, and here are {', '.join(kinds)}. Use one"

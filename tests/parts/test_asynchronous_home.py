@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD
 
-from lightning_hybrid.run.asynchronous import ParameterServer, Push
+from lightning_hybrid.parts.asynchronous import ParameterServer, Push
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 PUSHES = 12

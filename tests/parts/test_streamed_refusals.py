@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hybrid import Delayed, Plan, Search
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.strategy.refusals import refuse_all_but_plain_sgd, refuse_streaming
+from lightning_hybrid.parts.coming_batches import PlainDescent, refuse_streaming
 
 
 class Plain(LightningModule):
@@ -121,14 +121,14 @@ def test_on_one_device_there_is_nothing_to_refuse() -> None:
 
 def test_gradient_descent_alone_is_plain() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
-    refuse_all_but_plain_sgd([torch.optim.SGD(parameters, lr=0.1)], "schedule=...")
+    PlainDescent("schedule=...").begin_training([torch.optim.SGD(parameters, lr=0.1)])
     for optimizer in (
         torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1),
         torch.optim.AdamW(parameters),
     ):
         with pytest.raises(PlanError, match=r"^schedule=\.\.\. is plain.*fdg"):
-            refuse_all_but_plain_sgd([optimizer], "schedule=...")
+            PlainDescent("schedule=...").begin_training([optimizer])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import csv
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ from lightning_hybrid.asking.performance import PerformanceModel
 from lightning_hybrid.cli import main
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.driver import StartProgress
+from lightning_hybrid.parts import device_times, run_table
+from lightning_hybrid.parts.performance_log import PerformanceLog
+from lightning_hybrid.parts.run_table import append_line
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.run import device_times, run_table
-from lightning_hybrid.run.performance_log import PerformanceLog
-from lightning_hybrid.run.run_table import append_line
 
 PLAN = Plan(
     replicas=2, stages=4, microbatches=3, schedule="looped", cuts=("a", "b", "c"),
@@ -43,19 +43,21 @@ def fit(trainer: Any, steps: int = 7) -> None:
     world = SimpleNamespace(coordinates=Coordinates(0, 2, 2))
     run: Any = SimpleNamespace(
         trainer=trainer,
+        stopwatch=None,
         plans={"": PLAN},
         world=world,
         module=torch.nn.Linear(3, 2),
         progress=StartProgress(None),
     )
-    log = PerformanceLog(run, tuple)
+    log = PerformanceLog(run)
+    log.begin(cast(Any, None))  # nobody asks it, without a stopwatch
     for trainer.global_step in range(steps):
         log.batch_starts(torch.zeros(5, 3))
         if trainer.global_step in (0, 3):  # validation, of which the first does not count either
             log.pause()
             log.resume()
     trainer.global_step = steps
-    log.end()
+    log.training_ends()
 
 
 def test_each_fit_adds_a_line_below_one_head(trainer: Any, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from lightning_hybrid._lightning import rank_zero_info
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.run.run import Run
+from lightning_hybrid.run import Run
 
 FILE_NAME = "hybrid_runs.csv"
 

@@ -1,52 +1,62 @@
-"""Measure how long each device of a replica computes in training, for logs and plan checks."""
+"""Measure how long each device of a replica computes in training, for logs and new plans."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from lightning_hybrid.driver import Driver
+from lightning_hybrid.run import Part, Run
+from lightning_hybrid.worker import BUSY
 
 
-class StepWatcher:
-    """Base of objects that follow the training steps, maybe in windows that it pauses."""
+class StepWatcher(Part):
+    """Base of parts that measure training steps, maybe in windows without validations.
+
+    Args:
+        run: that is about to begin.
+    """
 
     _window: "Window | None" = None
 
-    def batch_starts(self, batch: Any) -> None:
-        """Called before each training step."""
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._trainer = run.trainer
+
+    def begin(self, driver: Driver) -> None:
+        self._driver = driver
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was measured before: stages are new."""
+
+    def busy_s(self) -> Sequence[float]:
+        """Return the seconds that devices 1, 2, ... and 0, the driver's, have computed in the run.
+
+        Workers carry out earlier commands first.
+        """
+        watch = self._run.stopwatch
+        return [] if watch is None else [*self._driver.reports(BUSY), watch.read()]
 
     def pause(self) -> None:
-        """Called before a validation, whose time is not that of training."""
         if self._window is not None:
             self._window.pause()
 
     def resume(self) -> None:
-        """Called after a validation."""
         if self._window is not None:
             self._window.resume()
-
-    def begin_anew(self) -> None:
-        """From now on stages are cut at other places."""
-
-    def end(self) -> None:
-        """Called at the end of the training."""
-
-
-Meter = Callable[[], Sequence[float]]
-"""A function that returns the seconds which devices 1, 2, ... of a replica, and then device 0, the
-driver's, have computed in the run. It waits until the workers have carried out earlier commands."""
 
 
 class Window:
     """What training batches that follow each other take, without pauses between them.
 
     Args:
-        meter: of the devices of this replica.
+        meter: returns the seconds that each device has computed in the run.
 
     Attributes:
         wall_s: seconds that have passed, up to the last `pause`.
         busy_s: seconds that each device has computed in them.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Callable[[], Sequence[float]]) -> None:
         self._meter = meter
         self.wall_s = 0.0
         self.busy_s = list[float]()

@@ -9,9 +9,8 @@ from pipelines import ALONE
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.plan import Plan, StagePlan
-from lightning_hybrid.run import device_times, replanning
-from lightning_hybrid.run.replanning import (
+from lightning_hybrid.parts import device_times, replanning
+from lightning_hybrid.parts.replanning import (
     FIRST,
     WINDOW,
     WORTHWHILE,
@@ -19,6 +18,7 @@ from lightning_hybrid.run.replanning import (
     Replanning,
     planned_busy_s,
 )
+from lightning_hybrid.planning.plan import Plan, StagePlan
 
 CLOCK = SimpleNamespace(now=0.0, perf_counter=lambda: CLOCK.now)
 
@@ -69,7 +69,11 @@ class Run:
         self.world = SimpleNamespace(coordinates=here, cluster=None, mesh=mesh)
         run: Any = self
         self.busy, self.begun = [0.0, 0.0], False
-        self.replanning = Replanning(run, lambda: [*self.busy], self.lines.append)
+        # of the worker, and of the driver
+        self.stopwatch = SimpleNamespace(read=lambda: self.busy[1])
+        self.driver: Any = SimpleNamespace(reports=lambda _: [self.busy[0]])
+        self.replanning = Replanning(run, self.lines.append)
+        self.replanning.begin(self.driver)
 
     def _again(self, now: Plan, capacities: list[float]) -> tuple[Plan, Plan]:
         self.asked.append(capacities)
@@ -104,7 +108,7 @@ def test_a_device_that_is_slow_in_the_last_windows_brings_other_cuts_at_the_next
     assert run.replanning.new_plans() == {}  # in the same epoch
     assert run.next_epoch() == {"net": BETTER}
     assert run.asked == [[pytest.approx(1.0), pytest.approx(0.4)]]
-    run.replanning.tell({"net": BETTER}, "")
+    run.replanning.cuts_decided({"net": BETTER}, "")
     [line] = run.lines
     assert line == (
         "replan='epoch': network 'net' is cut before 'a.b' from now on, and no longer before 'b': "
@@ -155,7 +159,7 @@ def test_cuts_that_gain_too_little_stay_and_that_is_said_once(
 def test_what_was_measured_under_other_cuts_does_not_count() -> None:
     run = Run(BETTER)
     run.train(SLOW, SLOW)
-    run.replanning.begin_anew()
+    run.replanning.begin(run.driver)
     run.begun = False
     run.train(SLOW)
     assert run.next_epoch() == {}
@@ -168,7 +172,7 @@ def test_a_stage_is_as_slow_as_its_slowest_device(monkeypatch: pytest.MonkeyPatc
     run.train(WELL, WELL)
     assert run.next_epoch() == {"net": BETTER}
     assert run.asked == [[pytest.approx(1.0), pytest.approx(0.2)]]
-    run.replanning.tell({"net": BETTER}, "'net.0' has another hook")
+    run.replanning.cuts_decided({"net": BETTER}, "'net.0' has another hook")
     assert "although rank 3 is 5.0 times slower" in run.lines[0]
 
 
