@@ -28,11 +28,10 @@ BATCHES = 26
 class Net(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        drop = [nn.Dropout(0.2)] if config.get("drops") else []
-        layers = [m for _ in range(6) for m in (nn.Linear(16, 16), nn.Tanh(), *drop)]
+        layers = [m for _ in range(6) for m in (nn.Linear(16, 16), nn.Tanh())]
         self.layers = nn.Sequential(*layers)
         # batch statistics are those of a micro-batch of one replica
-        whole = config["replicas"] > 1 or config.get("loaded") or config.get("drops")
+        whole = config["replicas"] > 1 or config.get("loaded")
         self.norm = nn.LayerNorm(16) if whole else nn.BatchNorm1d(16)
         self.head = nn.Linear(16, 4)
         if config.get("tied"):
@@ -64,7 +63,7 @@ class Module(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         # one device takes the micro-batches of batch normalisation one by one
-        parts = x.chunk(2) if self.config.get("alone") and not self.config.get("drops") else [x]
+        parts = x.chunk(2) if self.config.get("alone") else [x]
         output = torch.cat([self.net(part) for part in parts])
         loss = nn.functional.cross_entropy(self.scale * output, y)
         self.losses.append(loss.item())

@@ -64,7 +64,8 @@ def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """All processes of a script that runs once, or once on each of two ranks."""
-    launch = {"served": {"processes": 1}, "torchrun": {"launcher": TORCHRUN}}[request.param]
+    once = {"processes": 1, "served": True}
+    launch = once if request.param == "served" else {"launcher": TORCHRUN}
     folder = tmp_path_factory.mktemp(request.param)
     return Training(folder, **CONFIG, **LATER_LINES, **launch).launch()
 

@@ -87,7 +87,6 @@ def test_where_cuts_stay_a_line_says_why(
         pytest.param({"trainer": {"gradient_clip_val": 0.05}}, marks=slow),
         pytest.param({"trainer": {"accumulate_grad_batches": 5}}, marks=slow),
         pytest.param({"stages": 3, "true": [1.0, 0.2, 1.0]}, marks=slow),
-        pytest.param({"drops": True, "arguments": {"rng": "device"}}, marks=slow),
         pytest.param({"arguments": {"checkpoint": Sharded(asynchronous=True)}}, marks=slow),
         pytest.param({"arguments": {"log_performance": True}}, marks=slow),
     ],

@@ -373,7 +373,7 @@ def callbacks(config: dict[str, Any], folder: Path) -> list[Callback]:
 
 
 def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
-    return Trainer(
+    trainer = Trainer(
         strategy=strategy(config),
         accelerator="cpu",
         devices=config["replicas"] * config["stages"] // config.get("nodes", 1),
@@ -388,6 +388,10 @@ def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
         plugins=[resolve_name(name)() for name in config.get("environments", [])],
         **config.get("trainer", {}),
     )
+    launcher = trainer.strategy.launcher
+    if hasattr(launcher, "takes_servers") and not config.get("served"):
+        launcher.takes_servers = None  # tests look at every rank
+    return trainer
 
 
 def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:
