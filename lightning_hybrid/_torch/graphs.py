@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -12,7 +13,6 @@ from lightning_hybrid._torch.private_names import find
 _HigherOrder = find("torch._ops:HigherOrderOperator")
 _OPERATORS = (find("torch._ops:OpOverload"), find("torch._ops:OpOverloadPacket"))
 _name_by_fx = find("torch.fx.node:_get_qualified_name")
-_custom_operators = find("torch._library.custom_ops:OPDEFS")
 _registered = find("torch._library.simple_registry:singleton")
 
 # the function that a captured graph calls for `with torch.autocast(...)`
@@ -115,16 +115,14 @@ def modules_of_operator(function: Any) -> Iterator[str]:
     """Modules that may register an operator when they are imported, the likeliest first."""
     if not is_custom_operator(function):
         return
-    name, _, _ = str(function).partition(".default")
-    name = name.replace(".", "::", 1)
-    defined = _custom_operators.get(name)
-    if defined is not None:
-        yield defined._init_fn.__module__
-    kernel = _registered.find(name).fake_impl.kernel
-    file = kernel.source.rpartition(":")[0] if kernel is not None else None
-    for module, value in [*sys.modules.items()]:
-        if file is not None and getattr(value, "__file__", None) == file:
-            yield module
+    name = str(function).removesuffix(".default").replace(".", "::", 1)
+    kernel = _registered.find(name).fake_impl.kernel  # which tells where its shapes were defined
+    if kernel is not None:
+        file = Path(kernel.source.rpartition(":")[0])
+        for module, value in [*sys.modules.items()]:
+            other = Path(getattr(value, "__file__", None) or "")
+            if other.name == file.name and other.resolve() == file.resolve():
+                yield module
     space = name.partition("::")[0]  # as in packages with operators of C++
     if space in sys.modules:
         yield space

@@ -253,6 +253,18 @@ def attention_on_a_cpu_is_one_operation(kernel: Any) -> None:
     assert counter.get_total_flops() == 7
 
 
+@relied_on("torch._library.simple_registry:singleton")
+def an_operator_tells_the_file_that_defines_its_shapes(registry: Any) -> None:
+    @torch.library.custom_op("names_of_torch::same", mutates_args=())
+    def same(x: Tensor) -> Tensor:
+        return x.clone()
+
+    same.register_fake(torch.empty_like)
+    kernel = registry.find("names_of_torch::same").fake_impl.kernel
+    assert kernel.source.rpartition(":")[0] == __file__
+    assert registry.find("aten::add").fake_impl.kernel is None
+
+
 @relied_on("torch.fx.node:_get_qualified_name")
 def functions_have_dotted_names(name: Any) -> None:
     assert name(torch.nn.functional.relu) == "torch.nn.functional.relu"
