@@ -6,7 +6,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,11 @@ class DrivenNetwork(StagedNetwork):
     def weights(self) -> list[nn.Parameter]:
         """The parameters that the network's stages own, here and on workers."""
         return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]
+
+    def trained(self) -> Iterator[nn.Parameter]:
+        """The parameters that required a gradient in a call: no step has changed the others."""
+        flags = {key.trainable for key in self._numbers if key.grad}
+        return (parameter for parameter, *each in zip(self._parameters, *flags) if any(each))
 
     def anchor(self) -> Tensor | None:
         """The input of a call that stands for the parameters; ``None``: all are frozen."""

@@ -503,8 +503,7 @@ class Driver:
             changed: whether the run may have changed any.
         """
         self._ownership.add_copied_gradients()
-        optimizers = self.optimizers.optimizers
-        trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        trained = {id(p) for network in self._networks for p in network.trained()}
         back = self.weights.take_back(trained if changed else None)
         if not changed and not any(map(is_offloaded, self.weights.owned_elsewhere().values())):
             return
@@ -564,7 +563,7 @@ class Driver:
 
     def _end(self, command: Command) -> None:
         # (after an evaluation too: if it has cut a network, workers have taken states)
-        self.optimizers.bring_states()
+        self.optimizers.bring_states(all_of_them=self._options.served)
         # a question, whose answers tell which workers have failed since their last ones
         self.commands.ask(command)
         self._workers.flush()

@@ -114,17 +114,20 @@ class OptimizerLink:
         if self._state is not None and not self.is_back:
             self._state.arrive()
 
-    def bring_state(self) -> None:
+    def bring_state(self, *, all_of_it: bool) -> None:
         """Put the states of all ranks into the closed optimizer.
 
-        A network made in `configure_model` leaves them with their owners. If replicas divide the
-        states, the optimizer refuses to step or to make a state dict by itself from then on.
+        If replicas divide the states, the optimizer refuses to step or to make a state dict by
+        itself from then on.
+
+        Args:
+            all_of_it: else those of a network made in `configure_model` stay with their owners.
         """
         optimizer = self.optimizer
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self.whole or not self.sent:  # (an evaluation has left them as they were)
             return
-        if not any(map(is_of_one_rank, parameters)):
+        if all_of_it or not any(map(is_of_one_rank, parameters)):
             states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
             optimizer.state = states
         if self._others is not None:

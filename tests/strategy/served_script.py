@@ -25,9 +25,8 @@ def negate(x: Tensor) -> Tensor:
     return -x
 
 
-@negate.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+negate.register_fake(torch.empty_like)
+negate.register_autograd(lambda ctx, gradient: -gradient)
 
 
 class Net(nn.Module):
@@ -88,10 +87,10 @@ def fit(folder: Path, devices: int, module: Module | None = None) -> dict[str, A
     path = folder / f"of{devices}.ckpt"
     made.save_checkpoint(path)
     return {
-        "weights": module.state_dict(),
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "loss": made.callback_metrics["loss"],
         "checkpoint": torch.load(path, weights_only=True)["optimizer_states"],
-        "ranks": {name for name in os.environ if name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")},
+        "ranks": [name for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE") if name in os.environ],
     }
 
 
