@@ -25,11 +25,14 @@ from lightning_hybrid.comm import copies_of, signals_deferred
 from lightning_hybrid.comm.protocol import HoldHooks, ReleaseHooks
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
+from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import place_now
-from lightning_hybrid.remote import is_deferred
+from lightning_hybrid.remote import RemoteKind, is_deferred
 from lightning_hybrid.schedules import STREAMED
+
+Gradient = Tensor | None
 
 
 class HeldHooks:
@@ -39,7 +42,8 @@ class HeldHooks:
         networks: the networks that are cut; the list may grow.
         commands: sends commands to the workers.
         bring_to_owners: brings all gradients to the owners of their parameters.
-        served: whether this rank calls all hooks; else each rank has those of its weights.
+        there: the gradients at workers, if this rank calls all hooks; else each rank has those of
+            its own weights.
     """
 
     def __init__(
@@ -47,13 +51,12 @@ class HeldHooks:
         networks: Sequence[DrivenNetwork],
         commands: Commands,
         bring_to_owners: Callable[[], None],
-        *,
-        served: bool = False,
+        there: "WorkersGradients | None" = None,
     ) -> None:
         self._networks = networks
         self._commands = commands
         self._bring_to_owners = bring_to_owners
-        self._served = served
+        self._there = there
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -83,16 +86,64 @@ class HeldHooks:
     @signals_deferred
     def _hold(self, networks: Sequence[DrivenNetwork]) -> None:
         for network in networks:
-            if not self._served:
+            if self._there is None:
                 self._commands.tell(HoldHooks(network.number))
-            network.weight_hooks.hold(everywhere=self._served)
+            network.weight_hooks.hold(self._there)
 
     @signals_deferred
     def _release(self, networks: Sequence[DrivenNetwork], *, call: bool) -> None:
         for network in networks:
-            if not self._served:
+            if self._there is None:
                 self._commands.tell(ReleaseHooks(network.number, call))
             network.weight_hooks.release(call=call)
+
+
+class WorkersGradients:
+    """Takes and sets gradients at the workers that own the weights.
+
+    Args:
+        networks: the networks that are cut; the list may grow.
+        commands: sends commands to the workers.
+        ownership: knows who owns which weight.
+    """
+
+    def __init__(
+        self, networks: Sequence[DrivenNetwork], commands: Commands, ownership: Ownership
+    ) -> None:
+        self._networks = networks
+        self._commands = commands
+        self._ownership = ownership
+
+    def _name(self, weight: Tensor) -> str:
+        for network in self._networks:
+            for name, parameter in network.module.named_parameters():
+                if parameter is weight:
+                    return network.full_names([name])[0]
+        return ""
+
+    def has(self, weight: Tensor) -> bool:
+        """Whether a worker owns a weight."""
+        return self._name(weight) in self._ownership.network_of
+
+    def take(self, weight: Tensor) -> Gradient:
+        """Take the gradient off a weight at its owner, and bring it to this device."""
+        remote, name = self._commands.remote, self._name(weight)
+        remote.flush()
+        if name not in self._ownership.gradient_names():
+            return None
+        gradient = self._ownership.give(RemoteKind.GRADIENT, [name])[name].to(remote.device)
+        self._ownership.clear_gradients([name])
+        remote.outdate(RemoteKind.GRADIENT)
+        return gradient
+
+    def put(self, weight: Tensor, gradient: Gradient) -> None:
+        """Set the gradient of a weight at its owner."""
+        name = self._name(weight)
+        self._commands.remote.flush()
+        self._ownership.clear_gradients([name])
+        if gradient is not None:
+            self._ownership.take(RemoteKind.GRADIENT, {name: gradient})
+        self._commands.remote.outdate(RemoteKind.GRADIENT)
 
 
 def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
@@ -128,9 +179,6 @@ def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
                 f"backward pass. schedule={schedule!r} begins with later batches before that. Use "
                 "schedule='gpipe'."
             )
-
-
-Gradient = Tensor | None
 
 
 class ChosenGradients:

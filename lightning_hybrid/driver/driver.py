@@ -30,7 +30,7 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.comm.protocol import Command, Placement
 from lightning_hybrid.driver.after_run import AfterRun
-from lightning_hybrid.driver.backward_passes import ChosenGradients, HeldHooks
+from lightning_hybrid.driver.backward_passes import ChosenGradients, HeldHooks, WorkersGradients
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
@@ -154,8 +154,12 @@ class Driver:
             start, mesh, self.commands, self._ownership, self.gradients, files, options
         )
         self._shards = options.shards and here.replicas > 1
+        there = WorkersGradients(self._networks, self.commands, self._ownership)
         hooks = HeldHooks(
-            self._networks, self.commands, self.gradients.bring_to_owners, served=options.served
+            self._networks,
+            self.commands,
+            self.gradients.bring_to_owners,
+            there if options.served else None,
         )
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         # (only buffers that a training step reads must be the same on all replicas in training)

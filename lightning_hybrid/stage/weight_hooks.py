@@ -9,8 +9,8 @@ puts the hooks back and calls them.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,19 @@ class _TakenHooks:
     gradient: Tensor | None
 
 
+class GradientsThere(Protocol):
+    """The gradients of weights that other ranks own."""
+
+    def has(self, weight: nn.Parameter) -> bool:
+        """Whether another rank owns a weight."""
+
+    def take(self, weight: nn.Parameter) -> Tensor | None:
+        """Take the gradient off a weight at its owner."""
+
+    def put(self, weight: nn.Parameter, gradient: Tensor | None) -> None:
+        """Set the gradient of a weight at its owner."""
+
+
 class WeightHooks:
     """The user's hooks on the weights of one network, on one rank.
 
@@ -53,7 +66,8 @@ class WeightHooks:
     def __init__(self, module: nn.Module) -> None:
         self._names = {weight: name for name, weight in module.named_parameters()}
         self._taken: list[_TakenHooks] = []
-        self.held, self._everywhere = False, False
+        self.held = False
+        self._there: GradientsThere | None = None
 
     def __bool__(self) -> bool:
         """Whether a weight has a hook of the user's."""
@@ -71,25 +85,27 @@ class WeightHooks:
             found = [(name, gradient_hooks(weight, late=True)) for name, weight in self._hooked()]
         return [name for name, hooks in found if any(map(is_of_the_user, hooks))]
 
-    def hold(self, *, everywhere: bool = False) -> None:
+    def hold(self, there: GradientsThere | None = None) -> None:
         """Take hooks off for a backward pass, and put aside the gradients that are there.
 
         Args:
-            everywhere: whether this rank holds and calls the hooks on weights of other ranks too,
-                whose gradients it then fetches and sets.
+            there: the gradients of weights that other ranks own, if this rank holds and calls the
+                hooks on those too.
         """
         # (a hook sees the gradient of this pass alone, and not what had accumulated before it)
-        self.held, self._everywhere = True, everywhere
+        self.held = True
+        self._there = there
         with as_they_are():
             taken = [(weight, take_hooks(weight)) for _, weight in self._hooked()]
-        with self._gradients():
-            for weight, hooks in taken:
-                self._taken.append(_TakenHooks(weight, hooks, _kept(weight.grad)))
-                weight.grad = None
+        self._taken += [_TakenHooks(weight, hooks, self._take(weight)) for weight, hooks in taken]
 
-    def _gradients(self) -> AbstractContextManager[None]:
-        """Inside, gradients are those of this rank, or those that the user's code sees."""
-        return nullcontext() if self._everywhere else as_they_are()
+    def _take(self, weight: nn.Parameter) -> Tensor | None:
+        """Take the gradient off a weight."""
+        if self._there is not None and self._there.has(weight):
+            return self._there.take(weight)
+        with as_they_are():
+            gradient, weight.grad = weight.grad, None
+        return gradient
 
     def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights that have hooks of the user's, with their names."""
@@ -113,39 +129,40 @@ class WeightHooks:
         with as_they_are():
             for held in taken:
                 put_hooks(held.weight, held.hooks)
-        with self._gradients():
-            arisen = [(held, _kept(held.weight.grad)) for held in taken]
-            for held in taken:
-                held.weight.grad = held.gradient
+        arisen = [(held, self._take(held.weight)) for held in taken]
+        for held in taken:
+            self._put(held.weight, held.gradient)
         # 2. The hooks, each with the whole gradient of the pass.
         with torch.no_grad():  # (not `as_they_are`: hooks see proxies of other ranks' weights)
             for held, gradient in reversed(arisen):  # backward begins at the last layers
                 if gradient is not None:
-                    _add(held, gradient, call=call)
+                    self._add(held, gradient, call=call)
 
+    def _put(self, weight: nn.Parameter, gradient: Tensor | None) -> None:
+        """Give a weight a gradient again."""
+        if self._there is not None and self._there.has(weight):
+            self._there.put(weight, gradient)
+            return
+        with as_they_are():
+            weight.grad = gradient
 
-def _kept(gradient: Tensor | None) -> Tensor | None:
-    """A gradient as it is now; that of another rank's weight would show later ones too."""
-    if gradient is None or type(gradient) is Tensor:
-        return gradient
-    with torch.no_grad():
-        return gradient.detach().clone()
-
-
-def _add(held: _TakenHooks, gradient: Tensor, *, call: bool) -> None:
-    weight, (before, after) = held.weight, held.hooks if call else (None, None)
-    for hook in [*(before or {}).values()]:
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    if weight.grad is None:
-        weight.grad = gradient
-    elif weight.grad.layout is gradient.layout is torch.strided:
-        weight.grad += gradient  # in place, as autograd does: others may hold this tensor
-    else:
-        weight.grad = weight.grad + gradient
-    for hook in [*(after or {}).values()]:
-        if hook(weight) is not None:
-            raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+    def _add(self, held: _TakenHooks, gradient: Tensor, *, call: bool) -> None:
+        weight, (before, after) = held.weight, held.hooks if call else (None, None)
+        for hook in [*(before or {}).values()]:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if self._there is not None and self._there.has(weight):
+            former = held.gradient
+            self._there.put(weight, gradient if former is None else former + gradient)
+        elif weight.grad is None:
+            weight.grad = gradient
+        elif weight.grad.layout is gradient.layout is torch.strided:
+            weight.grad += gradient  # in place, as autograd does: others may hold this tensor
+        else:
+            weight.grad = weight.grad + gradient
+        for hook in [*(after or {}).values()]:
+            if hook(weight) is not None:
+                raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
 
 def is_of_the_user(hook: object) -> bool:
