@@ -61,6 +61,8 @@ class Server:
         self._place = str(here)
         size = here.replicas * here.ranks_per_replica
         backend = backend_on(device, order.backend)
+        if device.type == "cuda":  # as Lightning does for a rank that runs the script
+            torch.cuda.set_device(device)
         follow(order.history)
         know_machine(order.machine, size, device, backend, order.capacity)
         self._world = world = World(reach(here, order.meeting), order.timeout)
