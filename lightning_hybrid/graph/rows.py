@@ -64,6 +64,11 @@ class Rows:
         """Whether tensors of micro-batches can be joined to that of the whole batch."""
         return self.places is None and self.picked is None
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether an order of all samples, not a mask, has picked the entries."""
+        return isinstance(self.picked, int)
+
     def at(self, dim: int, *, places: bool = False) -> Rows:
         """The same samples in another dimension; with ``places``, entries still are places."""
         return replace(self, dim=dim, places=self.places if places else None)

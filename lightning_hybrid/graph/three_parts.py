@@ -371,6 +371,9 @@ class _Parts:
             default=min(nodes, key=self.order.__getitem__),
         )
         if node not in why:
+            label = self.followed.label(node)
+            if isinstance(label, Rows) and label.is_ordered:
+                return f"samples meet in {self._at(node)}, and {then}"
             reads = node in self.followed.numbers
             what = "a number is read of all samples" if reads else "results cannot be joined"
             return f"{what} in {self._at(node)}, and {then}"
