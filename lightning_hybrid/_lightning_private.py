@@ -4,15 +4,15 @@ The protected ones that subclasses of its strategies and launchers use are liste
 in ``tests/test_architecture.py``, which finds any others.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from torch import device
 
 from lightning_hybrid._lightning import (
     LightningModule,
-    PassThroughProfiler,
     Trainer,
     TrainerStatus,
     fabric,
@@ -38,11 +38,12 @@ set_random_states = fabric.utilities.seed._set_rng_states
 # asynchronous saving wraps another checkpoint IO, and only this class says so
 WrappingCheckpointIO = pytorch.strategies.strategy._WrappingCheckpointIO
 
-# The launchers: there are no public ones, and a worker must be caught between the launch of the
-# processes and the Trainer's handling of exceptions.
+# The launchers: there are no public ones, and a run ends between the launch of the processes and
+# the Trainer's handling of exceptions.
 MultiProcessingLauncher = pytorch.strategies.launchers._MultiProcessingLauncher
 SubprocessScriptLauncher = pytorch.strategies.launchers._SubprocessScriptLauncher
 
+_script = fabric.strategies.launchers.subprocess_script
 _call_teardown_hook = pytorch.trainer.call._call_teardown_hook
 _AcceleratorConnector = pytorch.trainer.trainer._AcceleratorConnector
 
@@ -66,52 +67,18 @@ def let_fabric_clear_gradients() -> None:
 _ASKED: set[type[Any]] = set()
 
 
+def script_command(local_rank: int) -> tuple[Sequence[str], str | None]:
+    """The command that runs this script again, and in which folder, as Lightning starts it."""
+    hydra = _script._HYDRA_AVAILABLE and import_module("hydra.core.hydra_config").HydraConfig
+    if hydra and hydra.initialized():
+        command: tuple[Sequence[str], str] = _script._hydra_subprocess_cmd(local_rank)
+        return command
+    return _script._basic_subprocess_cmd(), None
+
+
 def set_rank_of_messages(rank: int) -> None:
     """Rank 0 prints what `rank_zero_info` and its like are given, as in `DDPStrategy`."""
     vars(pytorch.utilities.rank_zero.rank_zero_only)["rank"] = rank
-
-
-def call_teardown_hooks(trainer: Trainer) -> None:
-    """Call the users' ``teardown`` hooks: on a worker the Trainer does not get there.
-
-    The profiler is left out: it has seen no run, and some fail when they are to describe none.
-    """
-    attributes = vars(trainer)
-    profiler, attributes["profiler"] = attributes["profiler"], PassThroughProfiler()
-    try:
-        _call_teardown_hook(trainer)
-    finally:
-        attributes["profiler"] = profiler
-
-
-def batch_counts(trainer: Trainer) -> list[Any]:
-    """What ``num_training_batches``, ``num_val_batches`` and so on are, of all loops."""
-    evaluations = [loop._max_batches for loop in _evaluation_loops(trainer)]
-    return [trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations]
-
-
-def set_batch_counts(trainer: Trainer, counts: list[Any], load: Callable[[], None]) -> None:
-    """Copy the driver's :func:`batch_counts` to a worker, whose loops have seen no loader.
-
-    Args:
-        trainer: Lightning's.
-        counts: of the driver.
-        load: is called until the next run where the Trainer would make a train loader, to know its
-            length.
-    """
-    trainer.fit_loop.max_batches, trainer.predict_loop.max_batches, *evaluations = counts
-    for loop, count in zip(_evaluation_loops(trainer), evaluations):
-        loop._max_batches = count
-    vars(trainer.fit_loop)["setup_data"] = load
-
-
-def load_as_ever(trainer: Trainer) -> None:
-    """Have Lightning load data in this run, also where this rank was a worker in the last."""
-    vars(trainer.fit_loop).pop("setup_data", None)
-
-
-def _evaluation_loops(trainer: Trainer) -> list[Any]:
-    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
 
 
 def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:
@@ -165,14 +132,6 @@ def tell_to_end(trainer: Trainer) -> None:
 def load_evaluation_data_anew(trainer: Trainer) -> None:
     """Have the next validation make its loaders again, since fewer replicas share the data."""
     trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
-
-
-def forget_loaded_checkpoint(trainer: Trainer) -> None:
-    """What the Trainer does when it has restored everything: on a worker it does not get there.
-
-    A later run of the same Trainer would restore it again.
-    """
-    trainer._checkpoint_connector._loaded_checkpoint = {}
 
 
 def end_run(trainer: Trainer) -> None:

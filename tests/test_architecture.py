@@ -45,7 +45,6 @@ OUTERMOST = {
     "lightning_hybrid/run/replica_world.py",
     "lightning_hybrid/run/rehearsal.py",
     "lightning_hybrid/run/rehearsed_sizes.py",
-    "lightning_hybrid/run/run_results.py",
     "lightning_hybrid/run/run.py",
     "lightning_hybrid/run/session.py",
 }
@@ -108,7 +107,7 @@ LAYERS = {
     "run": {
         *INNER,
         *("remote", "graph", "capture", "comm", "stage", "planning", "process", "state"),
-        *("worker", "driver", "config", "_lightning", "_lightning_private"),
+        *("driver", "config", "_lightning", "_lightning_private"),
     },
     "parts": {
         *INNER,
@@ -117,7 +116,7 @@ LAYERS = {
     },
     "strategy": {
         *INNER,
-        *("comm", "stage", "planning", "process", "state", "driver", "run", "parts"),
+        *("comm", "stage", "planning", "process", "state", "worker", "driver", "run", "parts"),
         *("config", "options"),
         *("_lightning", "_lightning_private", "_package"),
     },

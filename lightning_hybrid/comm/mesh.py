@@ -112,6 +112,7 @@ class Mesh(ReplicaWires):
             rank has coordinates, and :meth:`shutdown` does not close it.
         control: gloo group over the ranks of one replica, for commands, answers and words.
         drivers: gloo group over the drivers (``None`` on workers), for objects and CPU tensors.
+        scripts: another one, which waits as long as ``world``: one driver may prepare data.
         data_parallel: group over the ranks of all replicas with this ``pp_rank``, which have the
             same stages; for gradients and buffers.
         survivors: the replicas that go on if one is lost; ``None``: none does.
@@ -148,8 +149,13 @@ class Mesh(ReplicaWires):
         self.control = self._group(f"control{dp_rank}", pp_rank, ranks, "gloo")
         self.data_parallel = self._replica_group("data")
         self.drivers: Group = None
+        self.scripts: Group = None
         if coordinates.is_driver:
             self.drivers = self._group("drivers", dp_rank, replicas, "gloo")
+            self.scripts = make_group(
+                self._store, "scripts", dp_rank, replicas, "gloo", WORLD_TIMEOUT
+            )
+            self._groups.append(self.scripts)
         self._rings: dict[tuple[int, ...], Mapping[int, EdgeWires]] = {}
         self.wires(coordinates.chain)
 
@@ -332,6 +338,8 @@ class Mesh(ReplicaWires):
             return
         made = make_group(self._store, f"{name} drivers", index, size, "gloo", self.timeout)
         self.drivers.replace(made)
+        made = make_group(self._store, f"{name} scripts", index, size, "gloo", WORLD_TIMEOUT)
+        self.scripts.replace(made)
         if dist.is_initialized():
             dist.destroy_process_group()
             self._init_default_group(f"{name} default", index, size)

@@ -211,7 +211,6 @@ class CutNetwork(NetworkCommand):
         stages: code of the rank's stages, by number of the stage.
         placement: ranks of all stages.
         seed: seed of the random numbers inside the network.
-        vacates: whether the memory of parameters that this rank does not use is freed.
     """
 
     answered = True
@@ -219,7 +218,6 @@ class CutNetwork(NetworkCommand):
     stages: Mapping[int, StageCode]
     placement: Placement
     seed: int
-    vacates: bool
 
 
 @dataclass(frozen=True)
@@ -610,18 +608,6 @@ class AwaitShards(Command):
 
 
 @dataclass(frozen=True)
-class MapTensors(Command):
-    """Map the files in which other ranks have left their tensors; answer whether that worked.
-
-    Attributes:
-        tickets: tickets of the files (:class:`KeepTensors`), by ``pp_rank``.
-    """
-
-    answered = True
-    tickets: Mapping[int, Any]
-
-
-@dataclass(frozen=True)
 class TakeWeights(Command):
     """Set parameters and buffers to new values.
 
@@ -733,12 +719,10 @@ class End(Command):
     """End the run, or its stages: others follow in the same run.
 
     Attributes:
-        results: the results of the driver's run, for all ranks; ``None``: other stages follow.
         stages_follow: whether other stages follow.
     """
 
     answered = True
-    results: Any = None
     stages_follow: bool = False
 
 

@@ -56,7 +56,7 @@ from lightning_hybrid.graph import (
     place_now,
 )
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.remote import Hollow, hook_refused
+from lightning_hybrid.remote import Hollow
 from lightning_hybrid.stage import is_of_the_user, tensors_of
 
 
@@ -434,7 +434,6 @@ class Discovery:
         # (the user's cut points may be meant for a module that contains this one)
         is_part = any(inside(name, outer) for outer in self._opened)
         call = self._adoption.adopt(found, graph, partitions, values, is_part=is_part)
-        self._require_hooks_of_all_ranks()
         self._watched[name].put(ModuleState.CUT)
         if found.whole:  # (a submodule that it does not use may be called by itself)
             owned = call.network.tensors()
@@ -455,22 +454,6 @@ class Discovery:
             if len(partitions) >= self._ranks:
                 return partitions
         return network_partitions(graph)
-
-    def _require_hooks_of_all_ranks(self) -> None:
-        """Refuse hooks on the gradient of a worker's parameter that the worker does not have too.
-
-        Workers have the hooks that were put on before they left the Trainer, in code that every
-        rank runs.
-
-        Raises:
-            HybridError: a hook was put on, or taken off, since then.
-        """
-        if self._options.served:  # hooks run on this rank, whoever owns the parameter
-            return
-        away = self._driver.remote.names()
-        for name in self._with_other_hooks():
-            if name in away:
-                raise hook_refused(name)
 
     def _may_stay(self, name: str) -> bool:
         """Whether a network with fewer partitions than stages may be whole on the driver."""

@@ -246,14 +246,10 @@ class DrivenOptimizers:
         for link in self._links:
             link.gather_state()
 
-    def bring_states(self, *, all_of_them: bool) -> None:
-        """Put the states of all ranks into the optimizers, after :meth:`close`.
-
-        Args:
-            all_of_them: else those of a network of ``configure_model`` stay with their owners.
-        """
+    def bring_states(self) -> None:
+        """Put the states of all ranks into the optimizers, after :meth:`close`."""
         for link in self._links:
-            link.bring_state(all_of_it=all_of_them)
+            link.bring_state()
 
     def forget(self) -> None:
         """After the run: what still refers to this object keeps no states alive."""

@@ -117,7 +117,6 @@ class Driver:
         new_trace = partial(Trace, here.rank, str(here), watch)
         self._trace: Trace = before._trace if before else new_trace()
         self._networks: list[DrivenNetwork] = []
-        known = frozenset(tensors_of(module) if options.shared is None else options.shared)
         # in the order of dependence: proxies ask the ownership, commands flush the proxies first,
         # and the parts after these send commands only
         self._workers, unaveraged = Workers(mesh), set[int]()
@@ -135,7 +134,6 @@ class Driver:
         self.weights = Weights(
             module,
             start,
-            known,
             here,
             self.commands,
             self._ownership,
@@ -159,7 +157,7 @@ class Driver:
             self._networks,
             self.commands,
             self.gradients.bring_to_owners,
-            there if options.served else None,
+            there,
         )
         self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
         # (only buffers that a training step reads must be the same on all replicas in training)
@@ -516,7 +514,7 @@ class Driver:
         if lacking := self._after.lacking(self.device, self.optimizers.optimizers):
             self._options.say(lacking)
             self._apart = self._parameters_of_stages()
-        self.weights.bring_into_module(but=self._apart, deferred=self._options.served)
+        self.weights.bring_into_module(but=self._apart)
         if not self._apart:
             self.remote.bring_gradients()
 
@@ -535,25 +533,13 @@ class Driver:
         return frozenset((here | self._ownership.network_of.keys()) & parameters)
 
     @signals_deferred
-    def end(self, results: Any, *, weights: bool) -> None:
-        """End the run: the workers get the results and, if weights have changed, the whole module.
-
-        The workers then get the groups of the optimizers too, and keep the states that they have.
-        This rank gets the states of all ranks.
-
-        Args:
-            results: what the run returns on all ranks.
-            weights: whether weights have changed.
+    def end(self) -> None:
+        """End the run. This rank gets the states of all ranks' optimizers.
 
         Raises:
             Exception: a worker has failed since its last answer.
         """
-        if weights and self._workers.ranks:
-            if not self._after.hand_out():
-                self.weights.hand_out(but=self._apart)
-            # also where no network was cut: scripts read groups of optimizers on each rank
-            self.optimizers.ship_in_any_case()
-        self._end(protocol.End(results))
+        self._end(protocol.End())
         self.optimizers.forget()
 
     @signals_deferred
@@ -567,7 +553,7 @@ class Driver:
 
     def _end(self, command: Command) -> None:
         # (after an evaluation too: if it has cut a network, workers have taken states)
-        self.optimizers.bring_states(all_of_them=self._options.served)
+        self.optimizers.bring_states()
         # a question, whose answers tell which workers have failed since their last ones
         self.commands.ask(command)
         self._workers.flush()
@@ -575,10 +561,10 @@ class Driver:
 
     @signals_deferred
     def salvage(self) -> None:
-        """Put the weights of all stages into the module on all ranks, before :meth:`abort`.
+        """Put the weights of all stages into the module, before :meth:`abort`.
 
-        So a script that catches the error has the trained weights, as on one device. This rank gets
-        the states of the optimizers too, for a checkpoint. If the workers cannot be asked any more,
+        So a script that catches the error has the trained weights, as on one device, and the states
+        of the optimizers, for a checkpoint. If the workers cannot be asked any more,
         nothing happens.
         """
         if not (self._workers.ranks and self._workers.in_step):
@@ -587,8 +573,6 @@ class Driver:
             # a worker answers every question with its first failure, until it is told to forget it
             self.commands.tell(protocol.ForgetFailure())
             self.bring_all()
-        if not self._options.served and not self._after.hand_out():
-            self.weights.hand_out(but=self._apart)
         if not self._apart:
             self.optimizers.gather_states()
 

@@ -41,7 +41,6 @@ class DriverOptions:
         folder: where ranks write files that others map, if possible.
         follows: whether networks draw the random numbers of one device; see `StepCalls`.
         shards: whether states of optimizers are divided over the replicas.
-        served: whether the workers are servers, which lack the user's hooks on gradients.
         shares: whether backwards may run inside of calls, so that it is looked whether each
             micro-batch has a share of the loss.
         inside: whether they are to run there, if they can.
@@ -69,7 +68,6 @@ class DriverOptions:
     follows: bool = False
     shards: bool = False
     shares: bool = False
-    served: bool = False
     inside: bool = False
     accumulates: bool = False
     scaled: Callable[[Tensor], Tensor] = lambda number: number

@@ -15,7 +15,7 @@ from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.driver.optimizer_kinds import why_steps_whole
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.remote import is_deferred, is_of_one_rank, is_unread, materialize
+from lightning_hybrid.remote import is_deferred, is_unread, materialize
 from lightning_hybrid.state import (
     DriverState,
     NamedGroups,
@@ -114,22 +114,17 @@ class OptimizerLink:
         if self._state is not None and not self.is_back:
             self._state.arrive()
 
-    def bring_state(self, *, all_of_it: bool) -> None:
+    def bring_state(self) -> None:
         """Put the states of all ranks into the closed optimizer.
 
         If replicas divide the states, the optimizer refuses to step or to make a state dict by
         itself from then on.
-
-        Args:
-            all_of_it: else those of a network made in `configure_model` stay with their owners.
         """
         optimizer = self.optimizer
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self.whole or not self.sent:  # (an evaluation has left them as they were)
             return
-        if all_of_it or not any(map(is_of_one_rank, parameters)):
-            states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
-            optimizer.state = states
+        states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
+        optimizer.state = states
         if self._others is not None:
             left = DriverState(optimizer.state, dict, self._others)
             left.away = False

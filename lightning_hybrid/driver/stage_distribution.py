@@ -18,8 +18,8 @@ from lightning_hybrid.stage import (
     tensors_of,
 )
 from lightning_hybrid.state import (
-    Takeover,
     leave_to_worker,
+    make_here,
     to_send,
 )
 
@@ -134,7 +134,7 @@ class Distribution:
         """
         for code in codes:
             # (checked here, where an error can name the function that workers cannot import)
-            code.code.check(script=not self._options.served)
+            code.code.check()
         orders: dict[int, Command] = {}
         for worker in self._workers.ranks:
             theirs = {n: codes[n] for n in stages_of(placement.devices, worker)}
@@ -144,7 +144,6 @@ class Distribution:
                 stages=theirs,
                 placement=placement,
                 seed=self._options.seed,
-                vacates=self._options.trains,
             )
         self._commands.tell_each(orders)
         # (before their answers, since the workers do the same before they answer)
@@ -171,10 +170,11 @@ class Distribution:
         """
         tensors, tied = tensors_of(self._module), frozenset().union(*borrowed)
         remote: dict[int, tuple[str, ...]] = {}
+        makes = not (self._options.share and self._mesh.coordinates.dp_rank)
         for worker in self._workers.ranks:
             theirs = [c for c, owners in zip(codes, map(copies_of, devices)) if worker in owners]
             names = {n: prefix + n for code in theirs for n in code.owned}
-            values = to_send(tensors, names.values(), served=self._options.served)
+            values = to_send(tensors, names.values(), makes=makes)
             self._workers.send(worker, TakeWeights(values.items()))
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)
@@ -184,7 +184,6 @@ class Distribution:
                 [full for n, full in names.items() if n not in tied],
                 f"on {self._mesh.coordinates.at(worker)}",
                 self._commands.remote.gradients,
-                served=self._options.served,
             )
         return remote
 
@@ -200,7 +199,7 @@ class Distribution:
         own = stages_of(placement.devices, self._mesh.coordinates.pp_rank)
         here = make_stages([codes[number] for number in own], network, self._device)
         mine = [prefix + n for part in here for n in part.tensor_names]
-        Takeover(self._module, mine, tied, self._mesh.coordinates, tied=tied).check_complete(())
+        make_here(self._module, mine, tied)
         for part in here:
             part.move(self._device)
         return Engine(

@@ -31,7 +31,6 @@ from lightning_hybrid.remote import (
     RemoteKind,
     is_deferred,
     is_lent,
-    is_of_one_rank,
     is_offloaded,
     materialize,
     take_back,
@@ -39,7 +38,6 @@ from lightning_hybrid.remote import (
 from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of, write_tensors
 from lightning_hybrid.state import (
     Owned,
-    Ticket,
     having_all,
     leave_to_worker,
     put_mapped,
@@ -69,7 +67,7 @@ class FilesOfWorkers:
 
     def tensors(
         self, *, at_end: bool = False, but: frozenset[str] = frozenset()
-    ) -> tuple[dict[int, Ticket], list[Any]] | None:
+    ) -> list[Any] | None:
         """Have each worker write the tensors that it owns to a file, and map the files.
 
         Args:
@@ -77,9 +75,8 @@ class FilesOfWorkers:
             but: names of tensors that are left out.
 
         Returns:
-            The tickets of the files by ``pp_rank``, and of each file a dictionary with the tensors
-            by name, under ``"weights"`` (buffers included) and, at the end, ``"gradients"``;
-            ``None``: the files cannot be read here.
+            Of each file a dictionary with the tensors by name, under ``"weights"`` (buffers
+            included) and, at the end, ``"gradients"``; ``None``: the files cannot be read here.
         """
         return self._ask(KeepTensors(self.folder, at_end, but))
 
@@ -88,7 +85,7 @@ class FilesOfWorkers:
         found = self._ask(KeepStates(index, self.folder))
         if found is None:
             return None
-        return {name: state for file in found[1] for name, state in file.items()}
+        return {name: state for file in found for name, state in file.items()}
 
     def unread(self, owned: Owned, spec: TensorSpec) -> Tensor:
         """An unread tensor for one of a worker's; a read after a change there is refused.
@@ -126,14 +123,14 @@ class FilesOfWorkers:
         [(_, tensor)] = answer.tensors
         return tensor
 
-    def _ask(self, command: KeepTensors | KeepStates) -> tuple[dict[int, Ticket], list[Any]] | None:
+    def _ask(self, command: KeepTensors | KeepStates) -> list[Any] | None:
         if not self.readable:
             return None
         answers = [answer.value for answer in self._commands.ask(command)]
         files = None if None in answers else read_files(answers)
         # (one failure is enough: a rank on another host cannot read later files either)
         self.readable = files is not None
-        return None if files is None else (dict(zip(self._commands.workers.ranks, answers)), files)
+        return files
 
 
 class Replicated:
@@ -231,7 +228,6 @@ class Weights:
     Args:
         module: the LightningModule.
         start: it with the parts that it had at the start.
-        shared: names of the parameters and buffers that the workers' modules have too.
         coordinates: the coordinates of this rank.
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
@@ -243,7 +239,6 @@ class Weights:
         self,
         module: nn.Module,
         start: nn.Module,
-        shared: Collection[str],
         coordinates: Coordinates,
         commands: Commands,
         ownership: Ownership,
@@ -258,8 +253,6 @@ class Weights:
         self._remote = commands.remote
         self._ownership = ownership
         self._replicated = replicated
-        # (not the tensors that a hook has made on this rank alone)
-        self._shared = frozenset(shared)
         # (a parameter that replaces one of these in the middle of a run is this rank's alone)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self._before: dict[int, tuple[Tensor, int]] = {}
@@ -307,12 +300,11 @@ class Weights:
             take_back(tensor)
         return frozenset(lent)
 
-    def bring_into_module(self, *, but: Collection[str] = (), deferred: bool = False) -> None:
+    def bring_into_module(self, *, but: Collection[str] = ()) -> None:
         """Bring the weights of the workers' stages into the module, where it has room for them.
 
         Args:
             but: names of the tensors that stay with their owners.
-            deferred: whether those of ``configure_model`` come too, which servers do not keep.
         """
         if not self._ownership.any_network:
             return
@@ -321,9 +313,8 @@ class Weights:
         owned = self.owned_elsewhere().items()
         names = [name for name, t in owned if name not in but and not is_deferred(t)]
         write_tensors(self._start, self._ownership.give(RemoteKind.PARAMETER, names).items())
-        if deferred:
-            names = [name for name, t in owned if is_offloaded(t)]
-            put_mapped(self._start, self._ownership.give(RemoteKind.PARAMETER, names))
+        names = [name for name, t in owned if is_offloaded(t)]
+        put_mapped(self._start, self._ownership.give(RemoteKind.PARAMETER, names))
         self._remote.adopt_fetched()
 
     def leave_inference(self) -> None:
@@ -388,7 +379,7 @@ class Weights:
         found, elsewhere = self._files.tensors(), self.owned_elsewhere()
         if found is None:
             return None
-        named = (pair for file in found[1] for pair in file["weights"].items())
+        named = (pair for file in found for pair in file["weights"].items())
         return {name: value for name, value in named if name in elsewhere}
 
     def owned_elsewhere(self) -> dict[str, Tensor]:
@@ -416,31 +407,6 @@ class Weights:
                 tensors, owned, f"on {self._coordinates.at(worker)}", self._remote.gradients
             )
         self._remote.adopt_fetched()
-
-    def everyones(self) -> dict[str, Tensor]:
-        """By name, the tensors that all ranks have after a run: those of the module as it stands.
-
-        Of a layer that the run has removed those that it had, as the workers have it still.
-        """
-        start, now = tensors_of(self._start), tensors_of(self._module)
-        found = {}
-        for name, tensor in start.items():
-            latest = now.get(name, tensor)
-            fits = latest.shape == tensor.shape  # the workers' layer has the shape of the start
-            if name in self._shared and not is_of_one_rank(tensor):
-                found[name] = latest if fits else tensor
-        return found
-
-    def hand_out(self, *, but: Collection[str] = ()) -> None:
-        """Send every worker the weights and buffers of all ranks.
-
-        Args:
-            but: names of the tensors that are not sent.
-        """
-        everyones = [(name, t) for name, t in self.everyones().items() if name not in but]
-        for worker in self._commands.workers.ranks:
-            with as_they_are():
-                self._commands.workers.send(worker, TakeWeights(everyones))
 
     @signals_deferred
     def broadcast_buffers(self, *, state: bool = False) -> None:

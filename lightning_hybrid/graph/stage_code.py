@@ -169,11 +169,8 @@ class GraphCode:
             for op, _, target, args, kwargs in self.nodes
         )
 
-    def check(self, *, script: bool = True) -> None:
-        """Check that another rank can run the code: all of its arguments can be pickled.
-
-        Args:
-            script: whether that rank runs the user's script, and so has what that defines.
+    def check(self) -> None:
+        """Check that another rank can run the code: that has modules, and not the user's script.
 
         Raises:
             NetworkError: an argument cannot be pickled, or something is of the script itself.
@@ -186,7 +183,7 @@ class GraphCode:
                     f"operation {name!r} ({target}) takes an argument that cannot travel to "
                     f"another process: {error}"
                 ) from error
-            if not script and (_is_of_script(target) or b"__main__" in packed):
+            if _is_of_script(target) or b"__main__" in packed:
                 raise NetworkError(
                     f"operation {name!r} ({target}) is defined in the script itself, or takes an "
                     "object of such a class. The script runs on drivers alone, so workers do not "

@@ -164,7 +164,11 @@ class Cluster:
 
 
 def make_cluster(
-    devices: Sequence[Device], replicas: int, stages: int, given: Sequence[float] | None
+    devices: Sequence[Device],
+    replicas: int,
+    stages: int,
+    given: Sequence[float] | None,
+    drivers: Sequence[int] = (),
 ) -> Cluster:
     """Give the ranks their coordinates, by the speeds of their devices.
 
@@ -173,6 +177,7 @@ def make_cluster(
         replicas: number of replicas.
         stages: number of ranks of a replica.
         given: relative speeds of the ranks, from the user; None: as measured.
+        drivers: see :func:`order_ranks`.
 
     Raises:
         PlanError: the given speeds are of another number, or not all finite and positive.
@@ -185,7 +190,7 @@ def make_cluster(
         memory_bytes=tuple(
             memory_of_rank(device, devices, communicators(replicas, stages)) for device in devices
         ),
-        order=order_ranks(speeds, replicas, stages),
+        order=order_ranks(speeds, replicas, stages, drivers),
     )
 
 
@@ -337,7 +342,9 @@ def _crowded(devices: Sequence[Device]) -> list[list[int]]:
     ]
 
 
-def order_ranks(speeds: Sequence[float], replicas: int, stages: int) -> tuple[int, ...]:
+def order_ranks(
+    speeds: Sequence[float], replicas: int, stages: int, drivers: Sequence[int] = ()
+) -> tuple[int, ...]:
     """Order the ranks so that the replicas of a stage are on devices of similar speed.
 
     All replicas have the same cuts and wait for each other in every step, so a stage is as fast as
@@ -346,14 +353,24 @@ def order_ranks(speeds: Sequence[float], replicas: int, stages: int) -> tuple[in
     block the drivers'. If the gain is small, the ranks keep their order: neighbours in rank are
     often neighbours in the machine.
 
+    Args:
+        speeds: by rank, the speed of its device.
+        replicas: number of replicas.
+        stages: number of ranks of a replica.
+        drivers: the ranks that run the script, if others cannot any more.
+
     Returns:
         For each index in the mesh, its rank.
     """
     as_they_are = tuple(range(replicas * stages))
-    ranked = sorted(as_they_are, key=lambda rank: (-speeds[rank], rank))
-    blocks = [sorted(ranked[k * replicas : (k + 1) * replicas]) for k in range(stages)]
+    fixed = set(drivers)
+    ranked = sorted(set(as_they_are) - fixed, key=lambda rank: (-speeds[rank], rank))
+    blocks = [sorted(ranked[k : k + replicas]) for k in range(0, len(ranked), replicas)]
     blocks.sort(key=lambda block: block[0])  # rank 0 gets index 0
+    blocks = [sorted(fixed), *blocks] if fixed else blocks
     dealt = tuple(rank for replica in zip(*blocks) for rank in replica)
+    if fixed and fixed != set(as_they_are[::stages]):
+        return dealt
     # neighbours in rank are often neighbours in the machine: keep them for a small gain
     gain = _together(speeds, dealt, stages) / _together(speeds, as_they_are, stages)
     return dealt if gain >= WORTHWHILE else as_they_are

@@ -46,9 +46,15 @@ class Machine:
     bandwidth_bytes_per_s: float
     rates: Rates
 
-    def cluster(self, replicas: int, stages: int) -> Cluster:
-        """The devices, divided into `replicas` replicas of `stages` devices."""
-        cluster = make_cluster(self.devices, replicas, stages, self.capacity)
+    def cluster(self, replicas: int, stages: int, drivers: Sequence[int] = ()) -> Cluster:
+        """The devices, divided into `replicas` replicas of `stages` devices.
+
+        Args:
+            replicas: number of replicas.
+            stages: number of devices of each.
+            drivers: see :func:`lightning_hybrid.planning.cluster.order_ranks`.
+        """
+        cluster = make_cluster(self.devices, replicas, stages, self.capacity, drivers)
         bandwidth = self.bandwidth_bytes_per_s
         return replace(cluster, rates=self.rates, bandwidth_bytes_per_s=bandwidth)
 

@@ -14,7 +14,6 @@ from lightning_hybrid.process.faults import (
 )
 from lightning_hybrid.process.joining import (
     LETTING_GO_S,
-    Everyone,
     History,
     Meeting,
     follow,
@@ -22,17 +21,20 @@ from lightning_hybrid.process.joining import (
     history,
     join,
     make_store,
-    meeting_at,
     reach,
+    store_of_all,
 )
 from lightning_hybrid.process.killed_ranks import KilledRanks
 from lightning_hybrid.process.servers import (
+    EndOrder,
     JoinOrder,
+    Order,
+    RestOrder,
     ServeOrder,
     Servers,
-    dismiss_servers,
     give,
+    latest_order,
     orders,
-    start_servers,
+    start_server,
 )
 from lightning_hybrid.process.world import NoWorld, Phase, World

@@ -253,6 +253,42 @@ class FaultWatchdog:
                     self._signs[rank], heard_s[rank] = sign, time.monotonic()
 
 
+class HostWatch:
+    """A thread that ends a server when rank 0, which gives it orders, has stopped answering.
+
+    A server waits for orders without a limit, since a script may rest, but the store of rank 0
+    answers all the time. (If its process ends, the wait does, too.)
+
+    Args:
+        name: of this server.
+        store: of rank 0.
+        timeout: how long rank 0 may be silent.
+
+    Attributes:
+        timeout: may be set to another value at any time.
+    """
+
+    def __init__(self, name: str, store: Store, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._name, self._store = name, cast(Any, store).clone()
+        self._over = Event()
+        BackgroundThread(self._run, "hybrid-host").start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_EVERY_S):
+            silent = not self._answers_within(self.timeout.total_seconds())
+            # (once more, as time has passed in which this process has been stopped itself)
+            if silent and not self._over.wait(_LATE_DELAY_S) and not self._answers_within(_STORE_S):
+                end_process(f"{self._name} ends: rank 0 has stopped answering")
+
+    def _answers_within(self, limit_s: float) -> bool:
+        return _ask(self._store, lambda: self._store.check([FAULT]) or True, False, limit_s)
+
+
 def _sign(rank: int) -> str:
     return f"signs of life of rank {rank}"
 
@@ -273,13 +309,13 @@ def _answers(store: Store) -> bool:
         return error.errno in (EMFILE, ENFILE)  # this process has no socket to try by
 
 
-def say_at_next_meeting(ranks: ConnectedRank) -> None:
-    """Take part in the next :func:`meet` of all ranks as a failed rank, and wait a moment for them.
+def say_at_next_meeting(group: Group) -> None:
+    """Take part in the next :func:`meet` of a group as a failed rank, and wait a moment for them.
 
     Ranks that wait there learn of the failure. One that comes when this process has ended finds the
     connection closed.
     """
-    fail_next_meeting(ranks.world, _MEETING)
+    fail_next_meeting(group, _MEETING)
     time.sleep(_READING_S)  # stay a moment: this rank may host the store that they read now
 
 

@@ -97,14 +97,6 @@ def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
     return make_store(meeting) if store is None else store
 
 
-def meeting_at(store: dist.Store) -> Meeting:
-    """Where servers of this host find a store that this process hosts."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    assert isinstance(store, dist.TCPStore)
-    return Meeting(store.host, store.port, hosts=1, serve=False)
-
-
 _LOOK_EVERY_S = 0.05
 
 Survey = Callable[[Group], Cluster]
@@ -161,7 +153,7 @@ class _Process:
 
 @dataclass(frozen=True)
 class History:
-    """Which groups a process has, so that another one that serves it can make the same ones.
+    """Which groups rank 0 has, so that servers can make the same ones.
 
     Attributes:
         generation: number of groups and meshes made so far.
@@ -180,10 +172,10 @@ def history() -> History:
 
 
 def follow(driver: History) -> None:
-    """On a server: give up what its driver lacks, such as groups of runs without this server.
+    """On a server: give up what drivers lack, such as groups of runs without this server.
 
     Args:
-        driver: what the driver has.
+        driver: what rank 0 has.
     """
     same = driver.generation == _Process.generation
     if not (same and driver.meshed):
@@ -230,6 +222,21 @@ def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     _leave_mesh()
     if known is not None:
         known.world.drop()
+    base = store_of_all(meeting, coordinates.rank, size)
+    _Process.generation += 1
+    store = dist.PrefixStore(f"hybrid{_Process.generation}", base)
+    _Process.everyone = Everyone(coordinates, store, GroupHandle())
+    return _Process.everyone
+
+
+def store_of_all(meeting: Meeting, rank: int, size: int) -> dist.Store:
+    """The store of this process for all its runs, which it makes or connects to at first.
+
+    Args:
+        meeting: where the ranks meet.
+        rank: number of this process.
+        size: number of processes.
+    """
     if _Process.store is None:
         atexit.register(_end)
         # exit functions run in reverse order: the sleep comes before the groups are closed
@@ -237,11 +244,8 @@ def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
         met = dist.is_initialized()
         _Process.store = _store_beside(size, meeting) if met else make_store(meeting)
         if meeting.outlives:
-            _Process.store = of_this_start(_Process.store, coordinates.rank, size, MEETING_TIMEOUT)
-    _Process.generation += 1
-    store = dist.PrefixStore(f"hybrid{_Process.generation}", _Process.store)
-    _Process.everyone = Everyone(coordinates, store, GroupHandle())
-    return _Process.everyone
+            _Process.store = of_this_start(_Process.store, rank, size, MEETING_TIMEOUT)
+    return _Process.store
 
 
 def meet_all(everyone: Everyone) -> None:

@@ -1,51 +1,55 @@
-"""Servers: the processes that a driver starts for its other devices.
+"""Servers: the processes that compute earlier stages, and run none of the user's code.
 
-A server runs none of the user's code. It gets orders through its standard input: to join the run
-that its driver begins, and to serve in it. It ends when that closes, so with its driver.
+A server is started as ``python -m lightning_hybrid.worker``; or it is a process of a launcher that
+has started the script on every rank, from the moment when the script's Trainer finds that its rank
+is a worker. From then on it carries out orders, which rank 0 leaves in the store: to join a run, to
+serve in it, and to end with the script of rank 0.
 """
 
+import atexit
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.planning import Machine
-from lightning_hybrid.process.joining import History, Meeting
+from lightning_hybrid.process.faults import HostWatch
+from lightning_hybrid.process.joining import MEETING_TIMEOUT, History
 from lightning_hybrid.stage import ModuleOutline, StageOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinOrder:
-    """An order to meet the driver and its other servers, and to join their mesh.
+    """An order to meet the other ranks of a run, and to join their mesh.
 
     Attributes:
-        history: which groups the driver has.
-        coordinates: coordinates of the server.
-        meeting: where the ranks meet.
+        history: which groups rank 0 has.
+        coordinates: coordinates of rank 0; a server has its own number in the same mesh.
         backend: the option ``process_group_backend``.
         timeout: of tensors between ranks.
-        device: device of the server.
+        devices: of each host, by number of the process on its host.
         surveys: whether the devices must be known.
-        machine: the devices, if the driver knows them already.
+        machine: the devices, if rank 0 knows them already.
         capacity: relative speeds of the devices, from the user.
     """
 
     history: History
     coordinates: Coordinates
-    meeting: Meeting
     backend: str
     timeout: timedelta
-    device: torch.device
+    devices: tuple[torch.device, ...]
     surveys: bool
     machine: Machine | None
     capacity: tuple[float, ...] | None
@@ -53,11 +57,14 @@ class JoinOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOrder:
-    """An order to serve the driver until its run is over.
+    """An order to serve until the run is over.
 
     Attributes:
         module: what the LightningModule consists of.
         options: how stages compute.
+        synchronised: whether batch statistics are taken over the replicas.
+        shards: whether states of optimizers are divided over the replicas.
+        survives: whether replicas go on if one is lost.
         timed: whether the time in which the server computes is added up.
         dtype: torch's default type of numbers, which the user's script may have set.
         threads: number of threads of an operation on CPUs.
@@ -65,77 +72,149 @@ class ServeOrder:
 
     module: ModuleOutline
     options: StageOptions
-    timed: bool
+    synchronised: bool = False
+    shards: bool = False
+    survives: bool = False
+    timed: bool = False
     dtype: torch.dtype
     threads: int
 
     @classmethod
-    def of(cls, module: nn.Module, options: StageOptions, *, timed: bool) -> "ServeOrder":
-        """The order to serve in a run of this process."""
+    def of(cls, module: nn.Module, options: StageOptions, **more: bool) -> "ServeOrder":
+        """The order to serve in a run of this process.
+
+        Args:
+            module: the LightningModule.
+            options: how stages compute.
+            more: values for the other attributes.
+        """
         return cls(
             module=ModuleOutline.of(module),
             options=options,
-            timed=timed,
             dtype=torch.get_default_dtype(),
             threads=torch.get_num_threads(),
+            **more,
         )
 
 
-Order = JoinOrder | ServeOrder
+@dataclass(frozen=True)
+class RestOrder:
+    """An order to do nothing up to the end of the run, in which no model was set up."""
+
+
+@dataclass(frozen=True)
+class EndOrder:
+    """An order to end: the script of rank 0 is over.
+
+    Attributes:
+        code: exit code of the server.
+    """
+
+    code: int
+
+
+Order = JoinOrder | ServeOrder | RestOrder | EndOrder
+
+_LATEST = "orders"
+_PATIENCE = timedelta(days=365)  # a script may rest between its runs
+_FAREWELL_S, _NAP_S = 5.0, 0.01
 
 
 class Servers:
-    """The servers that this process has started, shared by all its Trainers."""
+    """The servers of this script, shared by all its Trainers.
 
-    processes: ClassVar[list["subprocess.Popen[bytes]"]] = []  # of ranks 1, 2, ...
-
-
-def start_servers(number: int) -> list["subprocess.Popen[bytes]"]:
-    """Start servers for ranks 1 to ``number``, as far as they do not run yet. Returns the new ones.
-
-    The old ones wait for orders of this process since its last run.
+    Attributes:
+        ranks: ranks that are servers, and so run no script any more; equal on all that do.
     """
-    new = []
-    # (so that what stages use of the user's modules is found as the script finds it)
-    paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
-    for rank in range(len(Servers.processes) + 1, number + 1):
-        command = [sys.executable, "-m", "lightning_hybrid.worker", str(rank)]
-        environment = os.environ | {"PYTHONPATH": paths, "LOCAL_RANK": str(rank)}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        new.append(process)
-    Servers.processes += new
-    return new
+
+    ranks: ClassVar[set[int]] = set()
+    _ends: ClassVar[bool] = False
+
+    @classmethod
+    def add(cls, ranks: Iterable[int], store: dist.Store, *, host: bool) -> None:
+        """Note ranks that are servers from here on.
+
+        Args:
+            ranks: they.
+            store: in which they look for orders.
+            host: whether this is rank 0, which gives these.
+        """
+        cls.ranks.update(ranks)
+        if host and cls.ranks and not cls._ends:
+            cls._ends = True
+            atexit.register(_dismiss, store)
 
 
-def give(orders: Sequence[Order]) -> None:
-    """Give each of the first servers an order, those of ranks 1, 2, ... in turn.
-
-    One that has ended gets none: whoever waits for it notices that.
-    """
-    for process, order in zip(Servers.processes, orders):
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.write(pickle.dumps(order))
-            process.stdin.flush()
-
-
-def dismiss_servers() -> None:
-    """At the end of the script: the servers get no more orders, and end."""
-    for process in Servers.processes:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-
-
-def orders(source: BinaryIO) -> Iterator[Order]:
-    """On a server, the orders that come, until the driver is gone.
+def start_server(rank: int) -> "subprocess.Popen[bytes]":
+    """Start a server on this host, where the environment says where the store is.
 
     Args:
-        source: the standard input.
+        rank: number of the process.
     """
-    while True:
-        try:
-            order: Order = pickle.load(source)
-        except EOFError:
-            return
-        yield order
+    # (so that what stages use of the user's modules is found as the script finds it)
+    paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
+    command = [sys.executable, "-m", "lightning_hybrid.worker", str(rank)]
+    # (torch would print its stack when the store goes with this process)
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = quiet | os.environ | {"PYTHONPATH": paths, "LOCAL_RANK": str(rank)}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+
+
+def give(store: Any, order: Order) -> None:
+    """On rank 0: give all servers an order."""
+    number = store.add(_LATEST, 1)
+    store.set(_key(number), pickle.dumps(order))
+
+
+def latest_order(store: dist.Store) -> int:
+    """The number of the latest order."""
+    return store.add(_LATEST, 0)
+
+
+def orders(
+    store: Any, rank: int, after: int, timeout: timedelta = MEETING_TIMEOUT
+) -> Iterator[Order]:
+    """On a server, the orders that come, up to the last one; it is to fail if the store is gone.
+
+    Args:
+        store: in which rank 0 leaves them.
+        rank: number of this process.
+        after: number of the order before the first one.
+        timeout: how long rank 0 may be silent, up to the first run that has another one.
+    """
+    own = store.clone()  # a wait for an order must not hold up other requests
+    watch = HostWatch(f"rank {rank} (worker)", store, timeout)
+    with closing(watch):
+        while True:
+            after += 1
+            try:
+                own.wait([_key(after)], _PATIENCE)
+                order: Order = pickle.loads(own.get(_key(after)))
+            except dist.DistNetworkError:
+                yield EndOrder(1)  # (an agent that hears of it may start this rank again)
+                return
+            if isinstance(order, EndOrder):
+                with suppress(dist.DistNetworkError):  # (rank 0 waits no longer)
+                    own.set(_farewell(rank), "")
+            elif isinstance(order, JoinOrder):
+                watch.timeout = order.timeout
+            yield order
+
+
+def _key(number: int) -> str:
+    return f"order {number}"
+
+
+def _farewell(rank: int) -> str:
+    return f"server {rank} ends"
+
+
+def _dismiss(store: dist.Store) -> None:
+    """At the end of the script of rank 0: servers end, with its exit code as far as it is known."""
+    failed = getattr(sys, "last_value", None) is not None  # an error that nobody has caught
+    with suppress(RuntimeError):  # the store is gone
+        give(store, EndOrder(int(failed)))
+        # (its host must not be gone before they have read that, as far as they live)
+        deadline, words = time.monotonic() + _FAREWELL_S, [_farewell(r) for r in Servers.ranks]
+        while not (failed or store.check(words)) and time.monotonic() < deadline:
+            time.sleep(_NAP_S)

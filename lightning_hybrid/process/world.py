@@ -1,8 +1,7 @@
 """The ranks of a run, and which of them barriers and broadcasts are over at a time.
 
-Between ``setup_distributed`` and ``setup``, in which workers leave the Trainer, and again after the
-end of a run, barriers and broadcasts are over all ranks. During the run they are over the drivers,
-by Lightning's own code. With automatic sizes ranks have no coordinates until ``setup``.
+Barriers and broadcasts are over the drivers, during a run by Lightning's own code. Where sizes are
+left open, ranks have no coordinates until ``setup``: up to there all of them run the script.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -18,6 +17,7 @@ from lightning_hybrid.comm import (
     SENDS,
     Coordinates,
     Failure,
+    Group,
     Mesh,
     broadcast_object,
     gather_objects,
@@ -46,7 +46,7 @@ class Phase(Enum):
     """Which ranks take part in a barrier or a broadcast at a time; the values say it in words."""
 
     APART = "nobody: this process has no groups yet"
-    TOGETHER = "all ranks: before the setup of a run, and after its end"
+    TOGETHER = "all that run the script: before the setup of a run, and after its end"
     CHOOSING = "nobody: rank 0 looks at the network, and the others wait for what it says"
     RUNNING = "the drivers"
     SERVING = "nobody: a worker hears its driver alone"
@@ -60,17 +60,14 @@ class World:
     Args:
         everyone: the meeting of all ranks.
         timeout: how long a rank waits for one that has stopped.
-        served: whether all ranks but this one are servers. These take part in nothing that the
-            user's code asks for, so barriers and broadcasts are over this rank alone.
 
     Attributes:
         everyone: the meeting of all ranks.
-        served: see above.
         phase: which ranks take part in barriers and broadcasts now.
     """
 
-    def __init__(self, everyone: Everyone, timeout: timedelta, *, served: bool = False) -> None:
-        self.everyone, self.phase, self.served = everyone, Phase.TOGETHER, served
+    def __init__(self, everyone: Everyone, timeout: timedelta) -> None:
+        self.everyone, self.phase = everyone, Phase.TOGETHER
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
         self._watch = FaultWatchdog(self.coordinates, everyone.store, timeout)
@@ -84,7 +81,7 @@ class World:
         Children.lose = self._lose
         self._watch.start()
         if self.everyone.world.is_open:
-            self._meet("the start of a run")
+            self._meet_all("the start of a run")
         else:
             meet_all(self.everyone)
 
@@ -146,7 +143,7 @@ class World:
         return given_up
 
     def barrier(self, name: str = "") -> None:
-        """Wait for all ranks in phase TOGETHER; else do nothing.
+        """Wait for all that run the script, in phase TOGETHER; else do nothing.
 
         Args:
             name: name of the barrier.
@@ -154,7 +151,7 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
-        if self.phase is Phase.TOGETHER and not self.served:
+        if self.phase is Phase.TOGETHER:
             self._meet(f"barrier({name!r})")
 
     def broadcast(self, value: T, source: int = 0) -> T:
@@ -167,31 +164,16 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
-        if self.phase is not Phase.TOGETHER or self.served:
+        if self.phase is not Phase.TOGETHER:
             return value
         self._meet("a broadcast")
-        world, here = self.everyone.world, self.coordinates
         # `source` is a number of the user's world, in which drivers come first
-        numbers = [replace(here, rank=rank).lightning_rank for rank in self._ranks()]
-        same: T = broadcast_object(world, value, numbers.index(source))
+        numbers = [replace(self.coordinates, rank=rank).lightning_rank for rank in self._scripts()]
+        same: T = broadcast_object(self._group, value, numbers.index(source))
         return same
 
-    def shared_names(self, module: nn.Module) -> frozenset[str]:
-        """Names of the parameters and buffers that a module has on all ranks, in phase TOGETHER.
-
-        A driver may have others, which the module's ``forward`` has registered in an earlier run.
-
-        Raises:
-            Exception: the error of the first rank that has failed.
-        """
-        if self.served:
-            return frozenset(tensors_of(module))
-        self._meet("the setup of a run")
-        names, world = sorted(tensors_of(module)), self.everyone.world
-        return frozenset.intersection(*map(frozenset, gather_objects(world, names)))
-
     def gather(self, value: T, place: str) -> list[T]:
-        """The values of all ranks that run the user's code, in phase TOGETHER.
+        """The values of all ranks that run the script, in phase TOGETHER.
 
         Args:
             value: value of this rank.
@@ -200,10 +182,19 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
-        if self.served:
-            return [value]
         self._meet(place)
-        return gather_objects(self.everyone.world, value)
+        return gather_objects(self._group, value)
+
+    def shared_names(self, module: nn.Module) -> frozenset[str]:
+        """Names of the parameters and buffers that a module has on all drivers.
+
+        One may have others, which the module's ``forward`` has registered in an earlier run.
+
+        Raises:
+            Exception: the error of the first rank that has failed.
+        """
+        names = self.gather(sorted(tensors_of(module)), "the setup of a run")
+        return frozenset.intersection(*map(frozenset, names))
 
     def end_run(self) -> None:
         """Wait for all ranks at the end of a run, and enter phase TOGETHER.
@@ -215,18 +206,35 @@ class World:
             Exception: the error of the first rank that has failed.
         """
         self.phase = Phase.TOGETHER
-        self._meet("the end of a run")
+        self._meet_all("the end of a run")
         self.stop_watching()
 
     def _ranks(self) -> Sequence[int]:
         """The numbers of all ranks that are left."""
         return self.mesh.living_ranks() if self._joined else range(self.everyone.world.size())
 
+    def _scripts(self) -> Sequence[int]:
+        """The numbers of those that run the script."""
+        here, drivers = self.coordinates, self._joined is not None
+        return [r for r in self._ranks() if not drivers or replace(here, rank=r).is_driver]
+
+    @property
+    def _group(self) -> Group:
+        """The group of those that run the script."""
+        return self.mesh.scripts if self._joined else self.everyone.world
+
     def _meet(self, place: str) -> None:
+        """Wait for all that run the script, and raise the first failure if one has failed."""
+        self._wait(self._group, self._scripts(), place)
+
+    def _meet_all(self, place: str) -> None:
         """Wait for all ranks, and raise the first failure if one has failed."""
-        names = {rank: str(replace(self.coordinates, rank=rank)) for rank in self._ranks()}
+        self._wait(self.everyone.world, self._ranks(), place)
+
+    def _wait(self, group: Group, ranks: Sequence[int], place: str) -> None:
+        names = {rank: str(replace(self.coordinates, rank=rank)) for rank in ranks}
         look = self._watch.wait_for(names, place)
-        if not meet(self.everyone.world, place=place, look=look):
+        if not meet(group, place=place, look=look):
             self._has_heard = True
             raise read_fault(self.everyone.store).exception()
 
@@ -254,7 +262,7 @@ class World:
         run_pending(hold=False)
 
     def serve(self) -> None:
-        """Enter phase SERVING: this worker hears of failures from its driver."""
+        """Enter phase SERVING: this server hears of failures from its driver."""
         self.phase = Phase.SERVING
         self._watch.serve()
 
@@ -280,8 +288,8 @@ class World:
         first = first_fault(self._all, error, rank)
         # others wait for this rank at the next meeting, unless it has heard of the failure at one
         together = self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not self._has_heard
-        if together and not is_loss(error) and not self.served:
-            say_at_next_meeting(self.everyone)
+        if together and not is_loss(error):
+            say_at_next_meeting(self._group)
         self.phase = Phase.FAILED
         return first
 

@@ -2,7 +2,6 @@
 
 from lightning_hybrid.remote.deferred import (
     count_as_whole,
-    give_up,
     is_deferred,
     is_lent,
     is_of_one_rank,
@@ -10,9 +9,7 @@ from lightning_hybrid.remote.deferred import (
     is_vacant,
     lend,
     like,
-    make_vacant,
     materialize,
-    materialize_here,
     materialized_with,
     occupy,
     offload,
@@ -25,7 +22,6 @@ from lightning_hybrid.remote.deferred import (
 from lightning_hybrid.remote.deferred_maker import (
     DeferredMaker,
     forget_made,
-    has_loaded,
     has_source,
 )
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
@@ -33,7 +29,7 @@ from lightning_hybrid.remote.intercepted import Intercepted
 from lightning_hybrid.remote.living_views import ViewInMemory, views_of
 from lightning_hybrid.remote.mapped_files import PAGE_OUT, let_go_of_pages, mappings
 from lightning_hybrid.remote.own_memory import with_memory
-from lightning_hybrid.remote.proxy import RemoteKind, hook_refused, read_now, writes_to
+from lightning_hybrid.remote.proxy import RemoteKind, read_now, writes_to
 from lightning_hybrid.remote.remote import RemoteTensors
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.unread import (

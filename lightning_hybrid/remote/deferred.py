@@ -212,24 +212,6 @@ def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
         restore(tensor, before)
 
 
-def materialize_here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Give deferred tensors memory here, also those that another rank owns.
-
-    Returns:
-        The tensors of another rank, whose numbers have yet to be received.
-    """
-    missing = []
-    for tensor in tensors:
-        if is_offloaded(tensor):
-            missing.append(tensor)
-            with as_they_are():
-                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            show(tensor, empty)
-        else:
-            materialize([tensor])
-    return missing
-
-
 def value_of(tensor: Tensor) -> Tensor:
     """The numbers of a tensor, detached; those of a deferred one in new memory."""
     return tensor.numbers() if isinstance(tensor, _Deferred) else tensor.detach()
@@ -529,22 +511,6 @@ def occupy(tensor: Tensor, device: torch.device | None = None) -> None:
             contiguous = torch.contiguous_format
             empty = torch.empty_like(tensor, device="meta", memory_format=contiguous)
             tensor.data = with_memory(empty, device or tensor.device)
-
-
-def make_vacant(tensors: Iterable[Tensor]) -> None:
-    """Make vacant parameters of deferred ones, whose numbers are not made or read.
-
-    One that is not contiguous is made.
-
-    Raises:
-        DeferredError: another rank owns one.
-    """
-    for tensor in tensors:
-        if is_deferred(tensor) and not is_offloaded(tensor) and tensor.is_contiguous():
-            with as_they_are():
-                show(tensor, like(tensor, "cpu"))
-            vacate(tensor)
-        materialize([tensor])
 
 
 _LOST = "not here: its rank has failed, or could not hand it over"

@@ -54,8 +54,8 @@ from lightning_hybrid.remote.own_memory import memory_for
 from lightning_hybrid.remote.unread import is_unread
 
 
-def has_loaded(tensor: Any) -> bool:
-    """Whether a deferred tensor was loaded here alone, so that its owner has yet to get it."""
+def _was_loaded(tensor: Any) -> bool:
+    """Whether a deferred tensor is one that a checkpoint which is being loaded has."""
     deferral: DeferredMaker | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
@@ -114,22 +114,20 @@ class DeferredMaker(Maker):
         self._take(module)
 
     @contextlib.contextmanager
-    def loading(self, module: nn.Module, *, alone: bool) -> Iterator[None]:
+    def loading(self, module: nn.Module) -> Iterator[None]:
         """Inside, a checkpoint is loaded into a module with deferred tensors.
 
         Args:
             module: the LightningModule; other ranks may own some of its tensors after an earlier
                 run.
-            alone: whether no worker loads it; then `has_loaded` is true of what is loaded.
         """
         away = self._bring_back(module)
         with self._noting(marking=True):
             yield
         for tensor, name, where in away:
-            if not has_loaded(tensor):
+            if not _was_loaded(tensor):
                 offload(tensor, name, where)
-        if not alone:
-            self.tape.marked.clear()
+        self.tape.marked.clear()
         self._take(module)
 
     @contextlib.contextmanager

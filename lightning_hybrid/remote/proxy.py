@@ -277,9 +277,9 @@ def hook_refused(name: str) -> HybridError:
     """The error for a hook on a parameter whose gradient is on another rank."""
     return HybridError(
         f"A hook was put on parameter {name!r} in the middle of a run, but another rank owns it "
-        "and its gradient arises there. Put hooks on parameters in __init__, setup or "
-        "configure_model, which every rank runs; or read and change parameter.grad after the "
-        "backward."
+        "and its gradient arises there. Put hooks on parameters before the first batch (in "
+        "__init__, setup, configure_model or on_fit_start); or read and change parameter.grad "
+        "after the backward."
     )
 
 

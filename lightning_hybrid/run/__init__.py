@@ -1,4 +1,4 @@
-"""A run: its ranks, sessions of drivers and workers, choice of sizes, protocol of its parts."""
+"""A run: its ranks, the session of a driver, choice of sizes, protocol of its parts."""
 
 from lightning_hybrid.run.building import (
     BetweenRuns,
@@ -18,5 +18,4 @@ from lightning_hybrid.run.replica_world import (
     refuse_other_shards,
 )
 from lightning_hybrid.run.run import Run, scalers_of
-from lightning_hybrid.run.run_results import Results, TrainerResults, adopt_attributes
-from lightning_hybrid.run.session import DriverSession, WorkerSession
+from lightning_hybrid.run.session import DriverSession

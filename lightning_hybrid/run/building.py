@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hybrid._lightning import (
@@ -26,9 +26,8 @@ from lightning_hybrid.process import NoWorld, World
 from lightning_hybrid.remote import DeferredMaker, is_deferred
 from lightning_hybrid.stage import with_room_for
 from lightning_hybrid.state import (
-    gather_after_run,
-    gather_optimizer_after_run,
     having_all,
+    optimizer_after_run,
     placed,
     save_alone,
     without_frozen,
@@ -71,16 +70,15 @@ class Building:
         """Inside, what is done to weights that are not made yet is noted down."""
         return nullcontext() if self._deferral is None else self._deferral.building(module)
 
-    def loading(self, module: nn.Module, *, alone: bool) -> AbstractContextManager[None]:
-        """Inside, weights of a checkpoint are left in its file until a rank makes its stages.
+    def loading(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, weights of a checkpoint are left in its file until stages are made.
 
         Args:
             module: the LightningModule.
-            alone: whether no worker loads it.
         """
         if self._deferral is None:
             return nullcontext()
-        return self._deferral.loading(module, alone=alone)
+        return self._deferral.loading(module)
 
 
 class BetweenRuns:
@@ -108,7 +106,7 @@ class BetweenRuns:
 
     def loading(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, weights are written to the module, on all ranks."""
-        return self._building.loading(module, alone=False)
+        return self._building.loading(module)
 
     def state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
         """The state dict of the whole module.
@@ -131,23 +129,20 @@ class BetweenRuns:
             here: whether this rank gets the state; else it is empty.
             frozen: whether parameters that require no gradient are in it.
         """
-        ranks, values = self._ranks, dict[str, Tensor]()
-        if isinstance(ranks, World) and not ranks.served:
-            values = gather_after_run(module, ranks.mesh, frozen=frozen)
         if not here:
             return {}
         # state dicts are made by hooks of the user's too, which want to see all weights
-        with having_all(module, values):
+        with having_all(module):
             state = module.state_dict()
         return state if frozen else without_frozen(module, state)
 
     def optimizer_state(
         self, module: nn.Module, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
-        """The state dict of one device, with what other ranks hold; all ranks call it together."""
-        if isinstance(self._ranks, World) and not self._ranks.served:
-            mesh = self._ranks.mesh
-            state = gather_optimizer_after_run(optimizer, mesh, divided=self._divided)
+        """The state dict of one device, with what other replicas hold; drivers call it together."""
+        if isinstance(self._ranks, World):
+            drivers = self._ranks.mesh.drivers
+            state = optimizer_after_run(optimizer, drivers, divided=self._divided)
         else:
             state = optimizer.state_dict()
         return state if here else {}

@@ -22,7 +22,7 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.driver import StartProgress, present_bytes
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
-from lightning_hybrid.process import World
+from lightning_hybrid.process import ServeOrder, World
 from lightning_hybrid.run.building import Building
 from lightning_hybrid.run.framework import Framework, TrainerFramework
 from lightning_hybrid.stage import StageOptions, Stopwatch, broadcast_module
@@ -141,13 +141,29 @@ class Run:
         return self.fitting and self.config.replans_cuts and not self.cuts_stay
 
     def stage_options(self) -> StageOptions:
-        """Make the options of stages; all ranks call this together, since it may make a group."""
+        """Make the options of stages; all drivers call this together, since it may make a group."""
         statistics = self.world.mesh.statistics() if self.synchronised else None
-        return StageOptions(
-            self.config.compile_stages,
-            statistics,
-            self.config.settings.delayed_weights,
-            self.config.gradient_shrinking,
+        return replace(self._options, statistics=statistics)
+
+    @property
+    def _options(self) -> StageOptions:
+        """The options of stages, without a group."""
+        weights, shrinking = self.config.settings.delayed_weights, self.config.gradient_shrinking
+        return StageOptions(self.config.compile_stages, None, weights, shrinking)
+
+    def order(self, *, survives: bool) -> ServeOrder:
+        """The order for servers of this run.
+
+        Args:
+            survives: whether replicas go on if one is lost.
+        """
+        return ServeOrder.of(
+            self.module,
+            self._options,
+            synchronised=self.synchronised,
+            shards=self.config.shards_states,
+            survives=survives,
+            timed=self.stopwatch is not None,
         )
 
     def plan_network(

@@ -1,4 +1,4 @@
-"""A run on one rank, from ``strategy.setup`` to its end: it drives a replica, or it serves one.
+"""A run on the driver of a replica, from ``strategy.setup`` to its end.
 
 Sessions are created complete, so that nothing in them is ever missing. Before the first run and
 after each there is :class:`BetweenRuns`.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid._lightning import move_data_to_device, rank_zero_info
+from lightning_hybrid._lightning import rank_zero_info
 from lightning_hybrid._torch.autograd import run_backwards_by
 from lightning_hybrid._torch.optimizers import replace_unscaling
 from lightning_hybrid.comm import (
@@ -25,7 +25,6 @@ from lightning_hybrid.comm import (
     gather_objects,
     run_pending,
     signals_deferred,
-    signals_ignored,
 )
 from lightning_hybrid.driver import (
     Batches,
@@ -41,10 +40,8 @@ from lightning_hybrid.process import Phase, is_loss, read_fault
 from lightning_hybrid.remote import materialize
 from lightning_hybrid.run.part import Part
 from lightning_hybrid.run.run import Run, scaled, scalers_of
-from lightning_hybrid.run.run_results import Results
 from lightning_hybrid.stage import Synchronised
 from lightning_hybrid.state import save_alone, were_divided, without_frozen
-from lightning_hybrid.worker import Worker, serve
 
 T = TypeVar("T")
 
@@ -89,7 +86,6 @@ class DriverSession:
             folder=run.framework.folder,
             follows=config.rng == "device",
             shards=config.shards_states,
-            served=run.world.served,
             shares=config.may_run_inside and run.fitting,
             inside=config.runs_inside and run.fitting,
             accumulates=run.framework.accumulates,
@@ -455,7 +451,7 @@ class DriverSession:
     def loading(self, module: nn.Module) -> Iterator[None]:
         """Inside, weights are written to the module; then the workers get those of their stages."""
         self._driver.remote.bring()
-        with self._driver.remote.suspended(), self._run.building.loading(module, alone=True):
+        with self._driver.remote.suspended(), self._run.building.loading(module):
             yield
         self._driver.weights.scatter()
 
@@ -467,8 +463,8 @@ class DriverSession:
         went_well = self._run.framework.went_well
         # an evaluation may be in training mode, adapt batch statistics, or train at test time
         self._changed = self._run.fitting or self._driver.weights.changed
-        # servers keep nothing between runs, not even what was made in configure_model
-        brings = self._changed or (self._run.world.served and self._run.building.deferred)
+        # workers keep nothing between runs, not even what was made in configure_model
+        brings = self._changed or self._run.building.deferred
         if went_well and brings and self._run.world.phase is Phase.RUNNING:
             if self._run.fitting:
                 self._driver.check()
@@ -480,18 +476,9 @@ class DriverSession:
             part.close()
         self._release()
 
-    def end(self, returned: Any) -> None:
-        """End the run on the workers too.
-
-        Args:
-            returned: what the run returns.
-        """
-        if self._run.world.served:  # no other rank has a script that could go on with results
-            self._driver.end(None, weights=False)
-        else:
-            results = self._run.framework.collect(returned)
-            results.plans.update(self._run.plans)
-            self._driver.end(results, weights=self._changed)
+    def end(self) -> None:
+        """End the run on the workers too."""
+        self._driver.end()
         give_back_memory()
 
     def fail(self, failure: Failure, error: BaseException) -> None:
@@ -515,60 +502,3 @@ class DriverSession:
                 self._driver.salvage()
         self._driver.abort(self._failure)
         run_backwards_by(None)
-
-
-class WorkerSession:
-    """A run on a worker.
-
-    Args:
-        run: what it is made from.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._options = run.stage_options()
-        self._worker: Worker | None = None
-
-    @property
-    def fitting(self) -> bool:
-        """Whether the run trains."""
-        return self._run.fitting
-
-    @property
-    def module(self) -> nn.Module:
-        """What was trained."""
-        return self._run.module
-
-    def take_optimizers(self) -> list[Optimizer]:
-        """The user's, with the state of what this rank owns; after the run, and once."""
-        assert self._worker is not None
-        optimizers, self._worker.optimizers[:] = [*self._worker.optimizers], []
-        return optimizers
-
-    def serve(self) -> Results:
-        """Obey the driver until the run is over. Returns its results, which are adopted here.
-
-        Raises:
-            Exception: the driver's, which has failed; caused by a RemoteError.
-            ConnectionLost: the driver was lost.
-        """
-        run = self._run
-        run.world.serve()
-        with signals_ignored():
-            self._worker, served = serve(
-                run.module,
-                run.world.mesh,
-                self._options,
-                run.stopwatch,
-                shards=run.config.shards_states,
-            )
-        results: Results = served
-        self._run.world.phase = Phase.TOGETHER
-        self._run.plans.update(results.plans)
-        self._run.module.cpu()
-        for optimizer in self._worker.optimizers if self.fitting else ():
-            state = move_data_to_device(dict(optimizer.state), torch.device("cpu"))
-            optimizer.state.update(state)
-        self._run.framework.adopt(results)
-        give_back_memory()
-        return results

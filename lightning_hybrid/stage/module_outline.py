@@ -1,7 +1,8 @@
 """A module by its names and shapes, of which a process that lacks its classes makes a shell.
 
 A worker computes with the code of stages, which names parts and their tensors. So a shell will do
-in the place of the module: its parts are plain, and its tensors have no memory until they are sent.
+in the place of the module: its parts are plain, but for layers that the engine treats in a way of
+its own, and its tensors have no memory until they are sent.
 """
 
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid._torch.modules import BatchNorm, tables
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.remote import vacate
 
@@ -42,16 +44,45 @@ class _TensorOutline:
 
 
 @dataclass(frozen=True)
+class _PartOutline:
+    """A part of a module without its code.
+
+    Attributes:
+        name: its dotted name in the module.
+        momentum: of batch normalisation; ``None`` in it: that takes a cumulative average. Empty: it
+            is another layer.
+        sparse: whether it is an embedding whose gradients are sparse.
+    """
+
+    name: str
+    momentum: tuple[float | None, ...] = ()
+    sparse: bool = False
+
+    @classmethod
+    def of(cls, name: str, part: nn.Module) -> "_PartOutline":
+        """The outline of a part."""
+        momentum = (part.momentum,) if isinstance(part, BatchNorm) else ()
+        embeds = isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        return cls(name, momentum, sparse=embeds and bool(part.sparse))
+
+    def shell(self) -> nn.Module:
+        """A part of this kind, whose tensors are to be replaced."""
+        if self.momentum:
+            return nn.BatchNorm1d(1, momentum=self.momentum[0])
+        return nn.Embedding(1, 1, sparse=True) if self.sparse else nn.Module()
+
+
+@dataclass(frozen=True)
 class ModuleOutline:
     """What a module consists of, without code and numbers.
 
     Attributes:
-        parts: dotted names of its parts, a part before those inside of it.
+        parts: its parts, each before those inside of it.
         tensors: its parameters and buffers.
         others: by name, buffers that are not dense, with their numbers.
     """
 
-    parts: tuple[str, ...]
+    parts: tuple[_PartOutline, ...]
     tensors: tuple[_TensorOutline, ...]
     others: dict[str, Tensor]
 
@@ -65,7 +96,8 @@ class ModuleOutline:
         same: dict[int, tuple[Tensor, list[str]]] = {}
         for name, tensor in named:
             same.setdefault(id(tensor), (tensor, []))[1].append(name)
-        parts = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+        named_parts = module.named_modules(remove_duplicate=False)
+        parts = [_PartOutline.of(name, part) for name, part in named_parts if name]
         with as_they_are():
             dense = [pair for pair in same.values() if pair[0].layout is torch.strided]
             outlines = [_outline(tensor, names) for tensor, names in dense]
@@ -77,8 +109,10 @@ class ModuleOutline:
         """A module with parts and tensors of these names, whose dense tensors have no memory."""
         module = nn.Module()
         for part in self.parts:
-            owner, _, name = part.rpartition(".")
-            module.get_submodule(owner).add_module(name, nn.Module())
+            owner, _, name = part.name.rpartition(".")
+            module.get_submodule(owner).add_module(name, shell := part.shell())
+            for tensors in tables(shell):  # (they come with the outlines of tensors)
+                tensors.clear()
         for outline in self.tensors:
             tensor = outline.shell()
             for name in outline.names:

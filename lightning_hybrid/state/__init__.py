@@ -8,12 +8,11 @@ from lightning_hybrid.state.clipping import (
     unscale,
 )
 from lightning_hybrid.state.deferred_weights import (
-    Takeover,
-    gather_after_run,
-    gather_optimizer_after_run,
     having_all,
     leave_to_worker,
+    make_here,
     make_what_no_network_owns,
+    optimizer_after_run,
     to_send,
     without_frozen,
 )
@@ -56,8 +55,6 @@ from lightning_hybrid.state.sharded_checkpoint import (
 from lightning_hybrid.state.sharded_saves import Background, ShardedSaves
 from lightning_hybrid.state.tensor_file import (
     FilesOfWorker,
-    TensorFile,
-    Ticket,
     let_go_of_checkpoints,
     put_mapped,
     read_files,

@@ -16,7 +16,7 @@ at a time is in memory.
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -379,23 +379,6 @@ class FilesOfWorker:
             return self._file.write(value)
         return None
 
-    def read(self, tickets: Sequence[Ticket], owned: Collection[str]) -> bool:
-        """Map the weights of other ranks into this rank's module.
-
-        Args:
-            tickets: of the other ranks' files.
-            owned: names of the tensors that this rank owns, which are copied to.
-
-        Returns:
-            Whether the files could be read.
-        """
-        files = read_files(tickets)
-        if files is None:
-            return False
-        for file in files:
-            put_mapped(self._module, file["weights"], owned)
-        return True
-
     def close(self) -> None:
         """Close the file; all other ranks have opened it by now."""
         if self._file is not None:
@@ -403,9 +386,7 @@ class FilesOfWorker:
             self._file = None
 
 
-def put_mapped(
-    module: nn.Module, values: Mapping[str, Tensor], owned: Collection[str] = ()
-) -> None:
+def put_mapped(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give parameters and buffers the values that are mapped from a file.
 
     Those that this rank owns, or that others share memory with, keep their memory, and are copied
@@ -418,7 +399,7 @@ def put_mapped(
             alike = tensor.shape == value.shape and tensor.layout is value.layout is torch.strided
             if is_unread(value):
                 # (views of this memory would keep the old numbers if it were replaced)
-                if name in owned or (not is_vacant(tensor) and is_shared(tensor)):
+                if not is_vacant(tensor) and is_shared(tensor):
                     tensor.copy_(value_of(value))
                 else:
                     leave_unread(tensor, name, value)
@@ -426,7 +407,7 @@ def put_mapped(
                 show(tensor, value)
             elif is_vacant(tensor):
                 tensor.data = value
-            elif alike and (name in owned or tensor.device.type != "cpu" or is_shared(tensor)):
+            elif alike and (tensor.device.type != "cpu" or is_shared(tensor)):
                 tensor.copy_(value)
             else:
                 tensor.data = value.to(tensor.device, tensor.dtype)

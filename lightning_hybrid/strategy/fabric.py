@@ -1,8 +1,8 @@
 """``Fabric(strategy="hybrid_gabra")``: stages within replicas, for a loop of the user's own.
 
-Every rank runs the function of ``fabric.launch`` up to ``fabric.setup``. There a worker leaves and
-serves; the drivers go on, and to them the world is that of DDP over the replicas. Fabric has no
-hooks at which a batch begins or an evaluation, so that both are taken from the calls of the model.
+The drivers run the function of ``fabric.launch``, and to them the world is that of DDP over the
+replicas; the other ranks serve. Fabric has no hooks at which a batch or an evaluation begins, so
+that both are taken from the calls of the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,15 +32,13 @@ from lightning_hybrid.driver import StartProgress, bring_here
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.options import Search
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.process import NoWorld, Phase
+from lightning_hybrid.process import NoWorld, Phase, RestOrder
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
     DriverSession,
     FabricFramework,
-    Results,
     Run,
-    WorkerSession,
     leave_on_cpu,
     move_module,
     scalers_of,
@@ -49,7 +47,6 @@ from lightning_hybrid.strategy.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
     LaunchedFunction,
-    LeaveTrainer,
 )
 from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks
@@ -62,9 +59,8 @@ T = TypeVar("T")
 class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     """For Fabric: trains replicas of a chain of stages, which are placed by predicted time.
 
-    The function that is given to ``fabric.launch`` stays as it is. Up to ``fabric.setup`` all ranks
-    run it, from there on one rank of each replica, its driver; on the others ``launch`` returns
-    what it returns on their driver.
+    The function that is given to ``fabric.launch`` stays as it is. One rank of each replica runs
+    it, its driver.
 
     Args:
         data_parallel_size: see :class:`HybridGabraStrategy`, like all up to ``seed``. If both sizes
@@ -198,26 +194,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._ranks.hosts = self._num_nodes  # as Fabric sets it
         self._ranks.set_launched(self.cluster_environment)
 
-    def all_reduce(
-        self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean"
-    ) -> Tensor:
-        self._refuse_early("all_reduce")
-        return super().all_reduce(tensor, group, reduce_op)
-
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        self._refuse_early("all_gather")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _refuse_early(self, what: str) -> None:
-        if self.is_distributed and self._ranks.world.phase is not Phase.RUNNING:
-            raise HybridError(
-                f"fabric.{what} is for the drivers of the {self.num_replicas} replicas, and before "
-                "fabric.setup workers would call it, too. Call it behind fabric.setup, or use "
-                "fabric.broadcast, which speaks to all of them."
-            )
-
     # ------------------------------------------------------------------ a run
 
     def _configure_launcher(self) -> None:
@@ -247,9 +223,9 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def _require_launch(self) -> None:
         if not self._launched:
             raise HybridError(
-                "hybrid_gabra needs the code that is to run on drivers alone as a function: "
-                "fabric.launch(fn), with fabric.setup inside of fn. Neither fabric.launch() "
-                "without one nor `fabric run` has an end to which a worker could go."
+                "hybrid_gabra needs to know where a run ends: give the code as a function, "
+                "fabric.launch(fn), with fabric.setup inside of fn. fabric.launch() without one, "
+                "and `fabric run`, do not say so."
             )
 
     def _setup_distributed(self) -> None:
@@ -263,24 +239,19 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 "known before the first. Other sizes: Fabric(strategy="
                 "HybridGabraFabricStrategy(data_parallel_size=..., pipeline_parallel_size=...))."
             )
+        ranks.serve_if_worker(for_good=self._start_method == "popen")
         self._rest()
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # DDP's, there
-        """Part: workers leave from here and serve; drivers go on as under DDP."""
+        """Share the weights of replica 0; the model's calls are found from here on."""
         self._require_launch()
         self._refuse(module)
         bring_here(module)
-        if not self.coordinates.is_driver:
-            module.cpu()  # Fabric has moved it, of which this device is to have its stages
         run = self._begin(module)
         run.world.survive(survives=False)  # (a Trainer of the same script may have said otherwise)
-        if not run.world.coordinates.is_driver:
-            session = WorkerSession(run)
-            # a ``finally`` of the user's that is passed now waits for nobody
-            run.world.phase = Phase.SERVING
-            raise LeaveTrainer(partial(self._serve, session))
         run.world.phase = Phase.RUNNING
         run.share_weights()
+        self._ranks.give(run.order(survives=False))
         planner = partial(run.plan_network, optimizers=self._optimizers)
         self._session = DriverSession(run, planner)
         run.world.defer_signals()
@@ -308,9 +279,9 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 )
 
     def _begin(self, module: nn.Module) -> Run:
-        """Make the `Run` of a run that begins; all ranks call this together."""
+        """Make the `Run` of a run that begins; all drivers call this together."""
         world, device = self._ranks.joined, self.root_device
-        self._framework = FabricFramework(module)
+        self._framework = FabricFramework()
         return Run(
             config=self._ranks.config,
             framework=self._framework,
@@ -327,30 +298,14 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             progress=StartProgress(rank_zero_info if self.is_global_zero else None),
         )
 
-    def _serve(self, session: WorkerSession) -> Results:
-        """On a worker: obey the driver until the run is over. Returns its results."""
-        results = session.serve()
-        leave_on_cpu(session.module, ())
-        self._rest()
-        self._ranks.joined.end_run()
-        return results
-
-    def finish(self, returned: Any) -> None:
-        """The function has returned: end the run, on the workers too.
-
-        Raises:
-            HybridError: on a worker, which should have left it in ``fabric.setup``.
-        """
-        if self._ranks.world.phase is Phase.SERVING:
-            raise HybridError(
-                "fabric.setup ends the function of fabric.launch on workers by a BaseException, "
-                "and an `except:` or `except BaseException:` around it has caught that. Catch "
-                "Exception there."
-            )
+    def finish(self) -> None:
+        """The function has returned: end the run, on the workers too."""
         self._leave()
         if isinstance(self._session, DriverSession):
-            self._session.end(returned)
+            self._session.end()
             leave_on_cpu(self._session.module, self._optimizers)
+        else:  # no model was set up
+            self._ranks.give(RestOrder())
         self._rest()
         self._ranks.joined.end_run()
 

@@ -1,19 +1,20 @@
-"""Launchers: start one process per device, and let workers serve their driver.
+"""Launchers: start a process for each device, of which those of workers are servers.
 
-Every rank runs the Trainer up to ``strategy.setup``, or the function of ``fabric.launch`` up to
-``fabric.setup``. There a worker raises :class:`LeaveTrainer`, which is caught here. It serves its
-driver until the run is over. Its call of ``fit/validate/test/predict/launch`` then returns with the
-driver's results.
+Where this package starts the processes and knows the sizes, workers run no script. A launcher of a
+cluster starts the script on every rank, and where sizes are left open this package does so too: in
+these a rank serves from the moment when it is known to be a worker, and does not come back to the
+script (:mod:`lightning_hybrid.worker.server`).
 
 Every rank of a failed run shows the first error: the rank that fails first writes it to the common
-store, a rank that has merely lost a peer reads it from there, and workers print after their driver.
+store, and a rank that has merely lost a peer reads it from there.
 """
 
 import atexit
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from subprocess import Popen
 from types import MethodType, TracebackType
 from typing import Any, Literal, NoReturn, Protocol, cast
 
@@ -24,8 +25,8 @@ from lightning_hybrid._lightning_private import (
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     TunerExit,
-    call_teardown_hooks,
     end_run,
+    script_command,
     set_num_threads,
 )
 from lightning_hybrid._package import chosen_in_children
@@ -38,37 +39,21 @@ from lightning_hybrid.comm import (
     raised,
     told_text,
 )
-from lightning_hybrid.errors import HybridError, RemoteError
+from lightning_hybrid.errors import HybridError, PlanError, RemoteError
 from lightning_hybrid.process import (
     Children,
     KilledRanks,
     Servers,
-    dismiss_servers,
     is_loss,
     is_unnamed_loss,
     keep_ranks,
     leave_nobody,
     miss_nobody,
-    start_servers,
+    start_server,
 )
-from lightning_hybrid.run import Results, TrainerResults, adopt_attributes
 
 _TOLD = "_lightning_hybrid_told"  # attribute of an error, for `_ShortTexts`
 _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceback
-
-
-class LeaveTrainer(BaseException):
-    """Raised on a worker in ``strategy.setup``, to leave the Trainer for the launcher.
-
-    A ``BaseException``, so that no ``except Exception`` catches it.
-
-    Args:
-        serve: function that serves the driver until the run is over, and returns its results.
-    """
-
-    def __init__(self, serve: Callable[[], Results]) -> None:
-        super().__init__("this rank serves a driver")
-        self.serve = serve
 
 
 class LaunchableStrategy(Protocol):
@@ -81,8 +66,8 @@ class LaunchableStrategy(Protocol):
     def hide_ranks(self) -> None:
         """After a run, put back environment variables of ranks: they number all processes again."""
 
-    def finish(self, returned: Any) -> None:
-        """On a driver, end the run, whose function has returned ``returned``."""
+    def finish(self) -> None:
+        """End the run, whose function has returned."""
 
     def fail(self, error: BaseException) -> Failure | None:
         """Tell the other ranks that this one has failed.
@@ -93,11 +78,11 @@ class LaunchableStrategy(Protocol):
 
 
 class LaunchedFunction:
-    """The function launched in every process: the user's function, then serving on a worker.
+    """The function that drivers run, launched in every process.
 
     Args:
         strategy: the strategy of this process.
-        function: function that drivers run, and workers until they raise :class:`LeaveTrainer`.
+        function: the user's.
     """
 
     def __init__(self, strategy: LaunchableStrategy, function: Callable[..., Any]) -> None:
@@ -105,17 +90,11 @@ class LaunchedFunction:
         self._function = function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the function; on a worker serve the driver, and return what it has returned."""
+        """Run the function, and end the run."""
         strategy = self._strategy
         try:
-            serve = None
-            try:
-                result = self._run(arguments, keywords)
-            except LeaveTrainer as parted:
-                serve = parted.serve
-            if serve is not None:
-                return self._served(serve())
-            strategy.finish(result)
+            result = self._run(arguments, keywords)
+            strategy.finish()
             return result
         except BaseException as error:
             _raise_first(strategy, error)
@@ -124,10 +103,6 @@ class LaunchedFunction:
 
     def _run(self, arguments: Any, keywords: Any) -> Any:
         return self._function(*arguments, **keywords)
-
-    def _served(self, results: Results) -> Any:
-        """The value that a worker returns after the run."""
-        return results.value()
 
 
 class LaunchedTrainerMethod(LaunchedFunction):
@@ -142,7 +117,7 @@ class LaunchedTrainerMethod(LaunchedFunction):
         self._function = function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the function; on a worker serve the driver, and return what it has returned."""
+        """Run the function, and end the run."""
         trainer = cast(MethodType, self._function).__self__
         if not isinstance(trainer, Trainer):  # this process uses Lightning's other package
             raise HybridError(OTHER_PACKAGE)
@@ -155,11 +130,6 @@ class LaunchedTrainerMethod(LaunchedFunction):
             return super()._run(arguments, keywords)
         except TunerExit:  # no failure: a tuner ends the run when it has its result
             end_run(self._trainer)
-
-    def _served(self, results: Results) -> Any:
-        call_teardown_hooks(self._trainer)
-        adopt_attributes(self._trainer, cast(TrainerResults, results))
-        return results.value()
 
 
 def _raise_first(strategy: LaunchableStrategy, error: BaseException) -> NoReturn:
@@ -193,20 +163,21 @@ def _part(function: Callable[..., Any]) -> LaunchedFunction:
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
-    """Starts servers for the other devices, or the script once per device, as Lightning for `ddp`.
+    """Starts servers for workers, and the script again for the other drivers.
 
     Attributes:
-        before_start: called before the script is started again; may raise to prevent it.
-        takes_servers: called before; whether servers are started in its place. ``None``: never.
+        before_start: called before the script is started again so many times; may raise to prevent
+            it.
+        servers: gives the ranks of this host that get servers, where it is known who is a worker.
     """
 
-    before_start: Callable[[], None] = staticmethod(lambda: None)
-    takes_servers: Callable[[], bool] | None = None
+    before_start: Callable[[int], None] = staticmethod(lambda number: None)
+    servers: Callable[[], Collection[int]] = staticmethod(lambda: ())
 
     @property
     def is_interactive_compatible(self) -> bool:
         """Whether it works in a notebook: with servers, which need no script."""
-        return self.takes_servers is not None
+        return self.num_nodes == 1
 
     def launch(
         self,
@@ -219,21 +190,8 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         miss_nobody()
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not environment.creates_processes_externally:
-            served = self.num_processes > 1 and self.takes_servers and self.takes_servers()
-            if served:
-                new = start_servers(self.num_processes - 1)
-                if not Children.processes:
-                    atexit.register(dismiss_servers)
-                Children.processes = Servers.processes
-            else:
-                if self.num_processes > 1:
-                    _require_script()
-                    self.before_start()
-                self._call_children_scripts()
-                Children.processes = new = self.procs
-            keep_ranks(new)
-            atexit.register(leave_nobody)
+        if Children.processes or not environment.creates_processes_externally:
+            self._start_missing()
         set_num_threads(self.num_processes)
         # in place of Lightning's observer, which may kill this process at the moment when a child
         # ends, before this process has reported the failure
@@ -246,6 +204,51 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
             Children.lose = None
         Children.failed = ""
         return result
+
+    def _start_missing(self) -> None:
+        """Start the processes of ranks that no earlier run of this script has started."""
+        missing = range(1 + len(Children.processes), self.num_processes)
+        if not missing:
+            return
+        servers = {*self.servers()} & {*missing}
+        scripts = [rank for rank in missing if rank not in servers]
+        if scripts and Children.processes:
+            raise PlanError(
+                f"devices={self.num_processes}: an earlier run of this script had "
+                f"{missing.start}, and a script cannot be started for another driver later. Let "
+                "the first run have the most devices, or use a script for each."
+            )
+        if scripts:
+            _require_script()
+            self.before_start(len(scripts))
+        if len(scripts) == len(missing):
+            self._call_children_scripts()
+            new = self.procs
+        else:
+            new = [self._start(rank, served=rank in servers) for rank in missing]
+        Children.processes = [*Children.processes, *new]
+        Servers.ranks.update(servers)
+        keep_ranks(new)
+        atexit.register(leave_nobody)
+
+    def _start(self, rank: int, *, served: bool) -> "Popen[bytes]":
+        """Start the process of a rank of this host.
+
+        Args:
+            rank: its number.
+            served: whether it is a server; else it runs the script.
+        """
+        environment = self.cluster_environment
+        # (for later Trainers too)
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        if served:
+            return start_server(rank)
+        command, folder = script_command(rank)
+        # as Lightning sets them for `ddp`; see `lightning_hybrid.run.replica_world`
+        size = str(self.num_processes)
+        os.environ.update({"NODE_RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size})
+        return Popen(command, env=os.environ | {"LOCAL_RANK": str(rank)}, cwd=folder)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy or a pickle, without the started processes."""

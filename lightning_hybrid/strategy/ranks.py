@@ -5,12 +5,15 @@ are told of it is :mod:`lightning_hybrid.run.replica_world`.
 """
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_hybrid._lightning import (
     ClusterEnvironment,
@@ -19,16 +22,23 @@ from lightning_hybrid._lightning import (
     reset_seed,
 )
 from lightning_hybrid._lightning_private import set_rank_of_messages
-from lightning_hybrid.comm import Coordinates, Group, Survivors, backend_on, choose_interface
+from lightning_hybrid.comm import (
+    Coordinates,
+    Group,
+    Survivors,
+    backend_on,
+    broadcast_object,
+    choose_interface,
+)
 from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
 from lightning_hybrid.process import (
-    Everyone,
     History,
     JoinOrder,
     Meeting,
     NoWorld,
+    Order,
     Phase,
     Servers,
     World,
@@ -37,11 +47,14 @@ from lightning_hybrid.process import (
     history,
     join,
     known_machine,
+    latest_order,
     look_around,
-    meeting_at,
+    orders,
     reach,
+    store_of_all,
 )
 from lightning_hybrid.run import LauncherRanks, ReplicaWorld, ShownRanks, asked_by_framework
+from lightning_hybrid.worker import Server, serve_here
 
 T = TypeVar("T")
 
@@ -60,7 +73,6 @@ class StrategyRanks:
         launched: where the launcher has put this process.
         told_replicas: what the user's code has heard of the world's size before there were sizes.
         asked_for: how it has asked for it.
-        served: whether the other devices have servers, so that this process alone runs the script.
     """
 
     def __init__(self, config: Config, *, reseeds: bool = True) -> None:
@@ -73,7 +85,8 @@ class StrategyRanks:
         self._shown = ShownRanks()
         self.told_replicas: int | None = None
         self.asked_for = ""
-        self.served = False
+        self._meeting: Meeting | None = None
+        self._latest_order = 0
         self._environment: ClusterEnvironment | None = None
         self._backend = ""
         self._timeout = timedelta()
@@ -223,6 +236,7 @@ class StrategyRanks:
         self._timeout = timeout
         environment = given(self._environment, "cluster_environment")
         refuse_other_numbers(environment, self.launched, self.hosts, self.per_host)
+        self._keep_drivers()
         coordinates = self._coordinates_at(self.launched.rank)
         agent_serves = (
             isinstance(environment, TorchElasticEnvironment)
@@ -237,71 +251,119 @@ class StrategyRanks:
                 "since in a run the default group is that of the replicas."
             )
         meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
+        self._meeting = meeting
         before = history()
-        everyone = reach(coordinates, meeting)
-        self.world = World(everyone, timeout, served=self.served)
-        if self.served:
-            self._call_servers(before, everyone)
+        store = self._store
+        if coordinates.rank == 0 and Servers.ranks:
+            give(store, self._join_order(before, coordinates))
+        self.world = World(reach(coordinates, meeting), timeout)
         self.world.begin()
+        # (rank 0 gives the next order when all have joined the mesh)
+        self._latest_order = latest_order(store)
         if self.sizes_are_open:
             self._show()  # of one chain, so that nobody divides data by all processes
         else:
             self.take_coordinates()
 
-    def take_servers(self, *, scripted: bool) -> bool:
-        """Whether the other devices get servers, so that this process alone runs the script.
+    def ranks_to_serve(self, *, scripted: bool) -> Collection[int]:
+        """The ranks that get servers, where this process starts the others: all workers.
 
-        So far that is so for one replica on one host. Where no script can be started again,
-        servers are the only way: sizes that are open become one chain.
+        Where sizes are left open, ranks run the script up to the choice of sizes. Where it cannot
+        be started again, sizes that are open become one chain.
 
         Args:
             scripted: whether other processes could run the script.
+        """
+        if self.hosts > 1:
+            return ()
+        if self.sizes_are_open and (Servers.ranks or not scripted):
+            self.config = replace(self.config, data_parallel_size=1)
+        if self.sizes_are_open:
+            return ()
+        here = replace(self._coordinates_at(0), order=self._order_of_plan)
+        return [r for r in range(self.per_host) if not replace(here, rank=r).is_driver]
+
+    def _keep_drivers(self) -> None:
+        """Where other ranks are servers since an earlier run: leave the drivers as they are.
 
         Raises:
-            PlanError: several replicas are asked for, and other devices have servers already.
+            PlanError: more drivers are asked for, or others.
         """
-        begun = bool(Servers.processes)
-        alone = begun or not scripted
-        if self.hosts > 1 or (self.sizes_are_open and not alone):
-            return False
-        if self.sizes_are_open:
-            self.config = replace(self.config, data_parallel_size=1)
-        if begun and self.replicas > 1:
+        scripts = [rank for rank in range(self.hosts * self.per_host) if rank not in Servers.ranks]
+        if Servers.ranks and self.sizes_are_open:
+            self.config = replace(self.config, data_parallel_size=len(scripts))
+        planned = self._order_of_plan[:: self.stages]
+        if self.replicas > len(scripts) or not Servers.ranks.isdisjoint(planned):
             raise PlanError(
-                f"data_parallel_size({self.replicas}): an earlier run of this script has one "
-                "replica, so the script runs once, and its later runs have one replica too. Train "
-                "with several replicas in a script of its own."
+                f"data_parallel_size({self.replicas}): since an earlier run of this script ranks "
+                f"{', '.join(map(str, scripts))} alone run it, and the others serve them. Let "
+                "the first run have the most replicas, or use a script for each."
             )
-        self.served = self.replicas == 1
-        return self.served
 
-    def _call_servers(self, before: History, everyone: Everyone) -> None:
-        """Have the servers join the run that this process begins.
+    @property
+    def _drivers(self) -> tuple[int, ...]:
+        """The ranks that must be drivers, since others serve; empty: any may be."""
+        size, (replicas, stages) = self.hosts * self.per_host, self.shape
+        usual = range(0, size, stages)
+        if not Servers.ranks:
+            return ()
+        if Servers.ranks.isdisjoint(usual):
+            return tuple(usual)
+        return tuple(rank for rank in range(size) if rank not in Servers.ranks)[:replicas]
+
+    def _join_order(self, before: History, here: Coordinates) -> JoinOrder:
+        """The order for servers to join the run that this process, rank 0, begins.
 
         Args:
-            before: the groups that this process had before it has reached the store.
-            everyone: what it has since then.
+            before: the groups that this process had before.
+            here: its coordinates.
         """
-        capacity, device = self.config.capacity, self.root_device
         devices = given(self.devices, "parallel_devices")
-        backend = backend_on(device, self._backend)
-        here = everyone.coordinates
-        give(
-            [
-                JoinOrder(
-                    history=before,
-                    coordinates=replace(here, rank=rank, order=self._order_of_plan),
-                    meeting=meeting_at(everyone.store),
-                    backend=self._backend,
-                    timeout=self._timeout,
-                    device=devices[rank],
-                    surveys=self.config.needs_survey(*self.shape),
-                    machine=known_machine(len(devices), device, backend, capacity),
-                    capacity=capacity,
-                )
-                for rank in range(1, len(devices))
-            ]
+        capacity, device = self.config.capacity, self.root_device
+        backend, size = backend_on(device, self._backend), self.hosts * self.per_host
+        return JoinOrder(
+            history=before,
+            coordinates=replace(here, order=self._order_of_plan),
+            backend=self._backend,
+            timeout=self._timeout,
+            devices=tuple(devices),
+            surveys=self.config.needs_survey(*self.shape),
+            machine=known_machine(size, device, backend, capacity),
+            capacity=capacity,
         )
+
+    @property
+    def _store(self) -> dist.Store:
+        """The store of all runs of this process."""
+        meeting = given(self._meeting, "meeting")
+        return store_of_all(meeting, self.launched.rank, self.hosts * self.per_host)
+
+    def serve_if_worker(self, module: nn.Module | None = None, *, for_good: bool) -> None:
+        """Sizes are known: on a worker, serve from here on. All ranks call this together.
+
+        Args:
+            module: of this rank, if it has one yet.
+            for_good: whether workers serve in later runs too. Else this process was started for
+                this run alone, and ends with it.
+        """
+        world = self.joined
+        here = world.coordinates
+        everyone = range(here.replicas * here.ranks_per_replica)
+        workers = [rank for rank in everyone if not replace(here, rank=rank).is_driver]
+        Servers.add(workers, self._store, host=here.rank == 0)
+        if here.is_driver:
+            return
+        world.serve()
+        local_rank, meeting = self.launched.local_rank, given(self._meeting, "meeting")
+        coming = orders(self._store, here.rank, self._latest_order, self._timeout)
+        server = Server(here.rank, local_rank, meeting, world)
+        serve_here(server, coming if for_good else islice(coming, 1), module)
+
+    def give(self, order: Order) -> None:
+        """On rank 0: give the servers of this run an order; elsewhere do nothing."""
+        here = self.joined.coordinates
+        if here.rank == 0 and here.ranks_per_replica > 1:
+            give(self._store, order)
 
     @property
     def _order_of_plan(self) -> tuple[int, ...]:
@@ -326,7 +388,10 @@ class StrategyRanks:
         order = self._order_of_plan
 
         def look(group: Group) -> Cluster:
-            cluster = (machine or self.look_around(group)).cluster(replicas, stages)
+            found = machine or self.look_around(group)
+            # (of the ranks that it has started, rank 0 alone knows which are servers)
+            drivers = broadcast_object(group, self._drivers, 0)
+            cluster = found.cluster(replicas, stages, drivers)
             return replace(cluster, order=order or cluster.order)
 
         joined = join(

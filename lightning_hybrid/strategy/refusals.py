@@ -125,8 +125,15 @@ def refuse_layer_sync(
         )
 
 
-def refuse_callbacks(trainer: Trainer, replicas: int, stages: int) -> None:
-    """Callbacks that would decide, or change weights, on one rank alone."""
+def refuse_sizes(trainer: Trainer, replicas: int, stages: int) -> None:
+    """Callbacks that would decide, or change weights, on one rank alone; and stages under Ray."""
+    environment = type(getattr(trainer.strategy, "cluster_environment", None)).__name__
+    if environment == "RayLightningEnvironment" and stages > 1:
+        raise PlanError(
+            f"{environment} and {stages} stages: Ray waits until the function of each of its "
+            "workers returns, which a rank that serves a driver does not. Start the script with "
+            "torchrun, or use pipeline_parallel_size=1."
+        )
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         name = type(callback).__name__
@@ -142,19 +149,12 @@ def refuse_callbacks(trainer: Trainer, replicas: int, stages: int) -> None:
                 "Prune the trained network with torch.nn.utils.prune after fit, or use "
                 "pipeline_parallel_size=1."
             )
-        kinds = {kind.__name__ for kind in type(callback).__mro__}
-        if "RayTrainReportCallback" in kinds and stages > 1:
-            raise PlanError(
-                f"{name} calls ray.train.report, which waits for all workers of Ray, and those "
-                "that have stages run no callbacks. Save by ModelCheckpoint, and call "
-                "ray.train.report after fit, where all workers come."
-            )
 
 
-def callbacks_allow(trainer: Trainer, replicas: int, stages: int) -> bool:
-    """Whether sizes may be chosen for these callbacks."""
+def allows_sizes(trainer: Trainer, replicas: int, stages: int) -> bool:
+    """Whether sizes may be chosen for this Trainer."""
     try:
-        refuse_callbacks(trainer, replicas, stages)
+        refuse_sizes(trainer, replicas, stages)
     except PlanError:
         return False
     return True

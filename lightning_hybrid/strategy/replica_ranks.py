@@ -3,6 +3,7 @@
 With R replicas there are R ranks, as under DDP over R devices, whatever their stages.
 """
 
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from lightning_hybrid.run import BetweenRuns, DriverSession, refuse_other_shards
 from lightning_hybrid.strategy.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
+    has_script,
 )
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import say_what_is_off
@@ -125,7 +127,7 @@ class ReplicaRanks:
         self._ranks.hosts = num_nodes
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Of the drivers in a run, else of all ranks."""
+        """Of all that run the script, which in a run are the drivers."""
         if self._ranks.world.phase is Phase.RUNNING:
             self._session.fence()
             super().barrier(name, *args, **kwargs)  # type: ignore[misc]
@@ -133,7 +135,7 @@ class ReplicaRanks:
             self._ranks.world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """To the drivers in a run, else to all ranks."""
+        """To all that run the script, which in a run are the drivers."""
         if self._ranks.world.phase is Phase.RUNNING:
             self._session.fence()
             sent: T = super().broadcast(obj, src)  # type: ignore[misc]
@@ -206,7 +208,9 @@ class ReplicaRanks:
         ranks.config.check_devices(ranks.hosts, ranks.per_host)
         if start_method == "popen":
             environment = given(environment, "cluster_environment")
-            return HybridSubprocessLauncher(environment, ranks.per_host, ranks.hosts)
+            launcher = HybridSubprocessLauncher(environment, ranks.per_host, ranks.hosts)
+            launcher.servers = partial(ranks.ranks_to_serve, scripted=has_script())
+            return launcher
         return HybridMultiProcessingLauncher(
             self,  # type: ignore[arg-type]  # a strategy beside this base
             start_method,

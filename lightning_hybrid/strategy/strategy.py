@@ -33,8 +33,6 @@ from lightning_hybrid._lightning import (
 )
 from lightning_hybrid._lightning_private import (
     ask_strategy_whether_distributed,
-    forget_loaded_checkpoint,
-    load_as_ever,
 )
 from lightning_hybrid.comm import Failure, restore_handlers
 from lightning_hybrid.config import (
@@ -48,15 +46,13 @@ from lightning_hybrid.config import (
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
 from lightning_hybrid.parts import parts_of, refuse_streaming, survives_losses
-from lightning_hybrid.planning import Plan, free_of_host, give_back_memory
-from lightning_hybrid.process import NoWorld, Phase, ServeOrder, give
+from lightning_hybrid.planning import Plan, free_of_host
+from lightning_hybrid.process import NoWorld, Phase
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
     DriverSession,
-    Results,
     Run,
-    WorkerSession,
     move_module,
     scalers_of,
     with_atomic_writes,
@@ -67,12 +63,11 @@ from lightning_hybrid.state import (
     let_go_of_checkpoints,
 )
 from lightning_hybrid.strategy.agreed_sizes import agree_on_sizes, compare_prepared
-from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher, LeaveTrainer, has_script
+from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
 from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
-    callbacks_allow,
-    refuse_callbacks,
+    allows_sizes,
     refuse_checkpoint_io,
     refuse_copies,
     refuse_device,
@@ -81,6 +76,7 @@ from lightning_hybrid.strategy.refusals import (
     refuse_lazy,
     refuse_optimizers,
     refuse_other_places,
+    refuse_sizes,
 )
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
@@ -289,28 +285,24 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         launcher = self._launcher_of_processes(self.cluster_environment, self._start_method)
         if isinstance(launcher, HybridSubprocessLauncher):
             launcher.before_start = self._refuse_copies
-            launcher.takes_servers = self._takes_servers if self._ranks.hosts == 1 else None
         self._launcher = launcher
         refuse_interactive(works=self._launcher.is_interactive_compatible)
 
-    def _takes_servers(self) -> bool:
-        return self._ranks.take_servers(scripted=has_script())
-
-    def _refuse_copies(self) -> None:
-        refuse_copies(self._module, self._ranks.per_host - 1, free_of_host())
+    def _refuse_copies(self, number: int) -> None:
+        refuse_copies(self._module, number, free_of_host())
 
     def setup_distributed(self) -> None:
         refuse_device(self.root_device)
-        load_as_ever(self._module.trainer)
         self.set_world_ranks()
         self._process_group_backend = backend = self._get_process_group_backend()
         self._ranks.meet(backend, self._timeout or timedelta(minutes=30))
         self._rest()
         if self._ranks.world.has_coordinates:
-            refuse_callbacks(self._module.trainer, *self._ranks.shape)
+            refuse_sizes(self._module.trainer, *self._ranks.shape)
+            self._ranks.serve_if_worker(self._module, for_good=self._start_method == "popen")
 
     def setup(self, trainer: Trainer) -> None:
-        """Part: workers leave from here and serve; drivers go on as under DDP."""
+        """Where sizes are open they are chosen here; from here on drivers go on as under DDP."""
         bring_here(self._module)
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
@@ -321,7 +313,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             deferred = self._building.deferred
             if agree_on_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
                 self._plans.clear()  # of the chain in which an earlier run has evaluated
-            refuse_callbacks(trainer, *ranks.shape)
+            refuse_sizes(trainer, *ranks.shape)
+            ranks.serve_if_worker(self._module, for_good=self._start_method == "popen")
         syncs = self._layer_sync is not None
         run = Run.of(
             trainer, self._config, ranks.joined, self._building, self._plans, synchronise=syncs
@@ -330,16 +323,13 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if run.changes_cuts:
             self._plans.clear()  # of an earlier run it is not known here what they were made from
         scripted = isinstance(self._launcher, HybridSubprocessLauncher)
-        run.world.survive(survives=survives_losses(run, scripted=scripted))
-        if not run.world.coordinates.is_driver:
-            raise LeaveTrainer(partial(self._serve, WorkerSession(run)))
+        survives = survives_losses(run, scripted=scripted)
+        run.world.survive(survives=survives)
         run.world.phase = Phase.RUNNING
         trainer.accelerator.setup(trainer)
         run.share_weights()
         self.model_to_device()
-        if ranks.served:
-            order = ServeOrder.of(run.module, run.stage_options(), timed=run.stopwatch is not None)
-            give([order] * (ranks.stages - 1))
+        ranks.give(run.order(survives=survives))
         parts = parts_of(run) if run.fitting else []
         self._session = DriverSession(run, partial(self._plan_network, run), parts)
         if run.fitting:
@@ -352,27 +342,15 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     def _may_have(self, replicas: int, stages: int) -> bool:
         """Whether these sizes may be chosen, as far as the Trainer is concerned."""
-        return callbacks_allow(self._module.trainer, replicas, stages)
+        return allows_sizes(self._module.trainer, replicas, stages)
 
     def _plan_network(self, run: Run, *arguments: Any) -> Plan:
         """The plan of a network; see :data:`lightning_hybrid.driver.network_options.Planner`."""
         return run.plan_network(*arguments, optimizers=self.optimizers)
 
-    def _serve(self, session: WorkerSession) -> Results:
-        """On a worker: obey the driver until the run is over. Returns its results."""
-        forget_loaded_checkpoint(self._module.trainer)
-        if session.fitting:
-            self.optimizers = []  # as on one device, the states of an earlier fit are dropped first
-            give_back_memory()
-        results = session.serve()
-        if session.fitting:
-            self.optimizers = session.take_optimizers()
-        self._ranks.joined.end_run()
-        return results
-
-    def finish(self, returned: Any) -> None:
-        """On a driver: end the run on its workers too."""
-        self._driving.end(returned)
+    def finish(self) -> None:
+        """End the run, on the servers too."""
+        self._driving.end()
         self._rest()
         self._ranks.joined.end_run()
 

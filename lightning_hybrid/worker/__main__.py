@@ -1,8 +1,8 @@
-"""``python -m lightning_hybrid.worker``: a server, which its driver starts and gives orders."""
+"""``python -m lightning_hybrid.worker RANK``: a server, which rank 0 starts and gives orders."""
 
 import sys
 
-from lightning_hybrid.worker.server import Server
+from lightning_hybrid.worker.server import main
 
 if __name__ == "__main__":
-    sys.exit(Server().run())
+    sys.exit(main(int(sys.argv[1])))

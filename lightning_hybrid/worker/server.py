@@ -1,17 +1,26 @@
-"""A server: a process that only serves a driver, from the start of its script to its end."""
+"""A server: a process that computes earlier stages of networks, by the orders of rank 0."""
 
 import os
 import signal
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from lightning_hybrid.comm import ConnectionLost, backend_on
+from lightning_hybrid.comm import ConnectionLost, Failure, Group, backend_on, broadcast_object
 from lightning_hybrid.planning import Cluster, give_back_memory
 from lightning_hybrid.process import (
+    EndOrder,
     JoinOrder,
+    Meeting,
     NoWorld,
+    Order,
+    RestOrder,
     ServeOrder,
     World,
     follow,
@@ -20,57 +29,82 @@ from lightning_hybrid.process import (
     look_around,
     orders,
     reach,
+    store_of_all,
 )
+from lightning_hybrid.remote import vacate
 from lightning_hybrid.stage import Stopwatch
 from lightning_hybrid.worker.worker import serve
 
 
 class Server:
-    """Carries out a driver's orders: joins its runs, and serves in them.
+    """Carries out orders: joins runs, and serves in them.
 
-    A run that fails is over for the server too; the driver may begin another one.
+    A run that fails is over for the server too; the drivers may begin another one.
+
+    Args:
+        rank: number of this process.
+        local_rank: its number on its host.
+        meeting: where the ranks meet.
+        world: the run in which this process finds that it is to serve; ``None``: there is none.
     """
 
-    def __init__(self) -> None:
-        self._world: World | NoWorld = NoWorld()
-        self._place = "a server"
+    def __init__(
+        self, rank: int, local_rank: int, meeting: Meeting, world: World | None = None
+    ) -> None:
+        self._rank = rank
+        self._local_rank = local_rank
+        self._meeting = meeting
+        self._world: World | NoWorld = world or NoWorld()
+        self._place = f"rank {rank} (worker)" if world is None else str(world.coordinates)
 
-    def run(self) -> int:
-        """Carry out orders until the driver is gone. Returns the exit code of this process."""
-        # Ctrl-C reaches all processes of a terminal: the driver alone decides what follows
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # (a copy, since what this process computes with may not read orders by accident)
-        source = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-        for order in orders(source):
+    def run(self, given: Iterable[Order]) -> int:
+        """Carry out orders, as long as there are some. Returns the exit code of this process."""
+        # Ctrl-C reaches all processes of a terminal: the drivers alone decide what follows
+        with suppress(ValueError):  # the script has called the Trainer in another thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for order in given:
             try:
+                if isinstance(order, EndOrder):
+                    return order.code
                 if isinstance(order, JoinOrder):
                     self._join(order)
-                elif isinstance(self._world, World):  # else it could not join the run
+                elif isinstance(self._world, World):  # else it is not in the run
                     self._serve(self._world, order)
             except Exception as error:
                 if isinstance(self._world, NoWorld) and not isinstance(error, ConnectionLost):
-                    raise  # there is no store yet in which the driver could read of it
-                self._world.fail(error, self._place)
-                self._world.leave()
-                self._world = NoWorld()
+                    raise  # there is no store yet in which the drivers could read of it
+                self._fail(error)
         return 0
 
+    def _fail(self, error: Exception) -> None:
+        """The run has failed, here or elsewhere: tell the other ranks, and leave it."""
+        world, self._world = self._world, NoWorld()
+        first = world.fail(error, self._place)
+        if isinstance(world, World) and world.has_coordinates:
+            # (no connection ends with this process, which stays, so the driver would wait on)
+            world.mesh.say_goodbye(first or Failure.of(error, self._place))
+        world.leave()
+
     def _join(self, order: JoinOrder) -> None:
-        """Meet the driver and its other servers, and join their mesh."""
-        here, device = order.coordinates, order.device
+        """Meet the other ranks of a run, and join their mesh, if this rank has a place in it."""
+        size = order.coordinates.replicas * order.coordinates.ranks_per_replica
+        self._world = NoWorld()
+        if self._rank >= size:
+            return
+        here, device = replace(order.coordinates, rank=self._rank), order.devices[self._local_rank]
         self._place = str(here)
-        size = here.replicas * here.ranks_per_replica
         backend = backend_on(device, order.backend)
         if device.type == "cuda":  # as Lightning does for a rank that runs the script
             torch.cuda.set_device(device)
         follow(order.history)
         know_machine(order.machine, size, device, backend, order.capacity)
-        self._world = world = World(reach(here, order.meeting), order.timeout)
+        self._world = world = World(reach(here, self._meeting), order.timeout)
         world.begin()
 
-        def survey(group: object) -> Cluster:
+        def survey(group: Group) -> Cluster:
             machine = look_around(group, device, backend, order.capacity)
-            cluster = machine.cluster(here.replicas, here.ranks_per_replica)
+            drivers: tuple[int, ...] = broadcast_object(group, (), 0)  # rank 0 knows them
+            cluster = machine.cluster(here.replicas, here.ranks_per_replica, drivers)
             return replace(cluster, order=here.order or cluster.order)
 
         joined = join(
@@ -83,14 +117,55 @@ class Server:
             capacity=order.capacity,
         )
         world.take_coordinates(joined)
-        world.serve()  # (from here on the driver tells of failures elsewhere)
+        self._place = str(world.coordinates)
+        world.serve()  # (from here on drivers tell of failures elsewhere)
 
-    def _serve(self, world: World, order: ServeOrder) -> None:
+    def _serve(self, world: World, order: ServeOrder | RestOrder) -> None:
         """Serve the driver until its run is over."""
-        torch.set_default_dtype(order.dtype)
-        torch.set_num_threads(order.threads)
-        mesh = world.mesh
-        watch = Stopwatch(mesh.device) if order.timed else None
-        serve(order.module.shell(), mesh, order.options, watch)
-        give_back_memory()
+        if isinstance(order, ServeOrder):
+            torch.set_default_dtype(order.dtype)
+            torch.set_num_threads(order.threads)
+            mesh = world.mesh
+            world.survive(survives=order.survives)
+            statistics = mesh.statistics() if order.synchronised else None
+            options = replace(order.options, statistics=statistics)
+            watch = Stopwatch(mesh.device) if order.timed else None
+            serve(order.module.shell(), mesh, options, watch, shards=order.shards)
+            give_back_memory()
         world.end_run()
+
+
+def serve_here(server: Server, given: Iterable[Order], module: nn.Module | None) -> NoReturn:
+    """Let this process, which a launcher has started, be a server from here on, up to its end.
+
+    No code of the script that has come here runs any more: neither what follows, nor ``finally``
+    and functions for the exit.
+
+    Args:
+        server: carries out orders.
+        given: the orders.
+        module: what the script has made, whose numbers nobody needs any more.
+    """
+    code = 1
+    try:
+        for tensor in () if module is None else (*module.parameters(), *module.buffers()):
+            vacate(tensor)
+        code = server.run(given)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def main(rank: int) -> int:
+    """Serve in a process that rank 0 has started on its host. Returns the exit code."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    meeting = Meeting(address, port, hosts=1, serve=False)
+    try:
+        store = store_of_all(meeting, rank, size=0)
+    except dist.DistError:  # rank 0 is gone before its first run
+        return 0
+    return Server(rank, rank, meeting).run(orders(store, rank, after=0))

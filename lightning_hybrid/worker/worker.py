@@ -24,8 +24,7 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.comm.protocol import Command
 from lightning_hybrid.graph import Stage
-from lightning_hybrid.planning import free_on
-from lightning_hybrid.remote import give_up
+from lightning_hybrid.remote import occupy, vacate
 from lightning_hybrid.stage import (
     Engine,
     LendingLine,
@@ -33,12 +32,12 @@ from lightning_hybrid.stage import (
     StageOptions,
     Stopwatch,
     Trace,
-    borrowed_parameters,
     lent_parameters,
     names_of,
     state_buffers,
+    tensors_of,
 )
-from lightning_hybrid.state import FilesOfWorker, Takeover
+from lightning_hybrid.state import FilesOfWorker
 from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
 from lightning_hybrid.worker.worker_shards import WorkerShards
 from lightning_hybrid.worker.worker_weights import WorkerWeights
@@ -53,8 +52,8 @@ class Worker:
     """Carries out the commands of the driver during one run.
 
     Args:
-        module: the LightningModule of this rank. Its ``requires_grad`` flags and weights follow the
-            driver's for the stages that this rank owns.
+        module: has the names of the LightningModule. Its ``requires_grad`` flags and weights follow
+            the driver's for the stages that this rank owns.
         mesh: the process groups and channels of this rank.
         options: how the stages compute.
         watch: adds up the time in which this rank computes, which the driver may ask for.
@@ -77,12 +76,15 @@ class Worker:
     ) -> None:
         self._options = options
         self._module = module
+        # (the driver has taken the weights of the stages before, and sends those of the next ones)
+        for tensor in () if before is None else tensors_of(module).values():
+            vacate(tensor)
         self._mesh = mesh
         self._device = mesh.device
         self._channel = mesh.channel(DRIVER)
         new_trace = partial(Trace, mesh.coordinates.rank, str(mesh.coordinates), watch)
         self._trace: Trace = before._trace if before else new_trace()
-        self._reports: dict[str, Callable[[], Any]] = {"free": partial(free_on, mesh.device)}
+        self._reports: dict[str, Callable[[], Any]] = {}
         if watch is not None:
             self._reports[BUSY] = watch.read
         self._networks: list[StagedNetwork] = []
@@ -93,9 +95,7 @@ class Worker:
         group = mesh.data_parallel if shards and here.replicas > 1 else None
         self._optimizers = WorkerOptimizers(parameters, self._files, group)
         line = LendingLine(mesh, here.pp_rank)
-        self._weights = WorkerWeights(
-            module, parameters, self._networks, self._files, here.pp_rank, line
-        )
+        self._weights = WorkerWeights(module, parameters, self._networks, self._files, line)
         self._shards = WorkerShards(module, self._optimizers, here.index)
         self._handlers = _handlers(self, self._optimizers, self._weights, self._shards)
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
@@ -107,11 +107,8 @@ class Worker:
         """The user's optimizers, with the states of the parameters that this rank owns."""
         return self._optimizers.all
 
-    def serve(self) -> Any:
+    def serve(self) -> None:
         """Carry out the driver's commands until the run ends, or other stages follow.
-
-        Returns:
-            The results of the run, which the driver sends at the end to ranks with a script.
 
         Raises:
             Exception: the error of the driver, if that has failed (caused by a RemoteError); or an
@@ -122,15 +119,9 @@ class Worker:
         guard, failed = Guard.where_needed(self._mesh), True
         with signals_ignored():
             try:
-                results = self._serve()
+                self._serve()
                 failed = False
-                return results
             finally:
-                named = self._module.named_parameters()
-                for name, parameter in () if self.others_follow else named:
-                    # (nobody sends numbers of parameters without memory any more, so that reading
-                    # them must be an error)
-                    give_up(parameter, name)
                 self._files.close()
                 self._shards.close()
                 self._heartbeat.close()
@@ -140,8 +131,8 @@ class Worker:
                 for network in self._networks:
                     network.engine.replica_group.close()
 
-    def _serve(self) -> Any:
-        """Receive commands, carry them out and answer, until the run ends; returns its results."""
+    def _serve(self) -> None:
+        """Receive commands, carry them out and answer, until the run ends."""
         while True:
             # (sign of life only while the driver waits for an answer)
             self._heartbeat.on = False
@@ -154,7 +145,7 @@ class Worker:
             if self._failure is None and isinstance(command, protocol.End):
                 self._channel.flush()
                 self.others_follow = command.stages_follow
-                return command.results
+                return
 
     def _carry_out(self, command: Command) -> Answer:
         """Carry out a command, and make the answer to it, which has the first failure if any.
@@ -207,18 +198,9 @@ class Worker:
         mine = [*stages.values()]
         prefix = f"{order.name}." if order.name else ""
         names = [prefix + n for n in names_of(mine)]
-        whole = [*network.named_parameters(), *network.named_buffers()]
-        others = (prefix + name for name, _ in whole)
-        borrowed = borrowed_parameters(network, order.placement)
-        takeover = Takeover(
-            self._module,
-            names,
-            others,
-            self._mesh.coordinates,
-            vacates=order.vacates,
-            tied=[prefix + name for name in frozenset().union(*borrowed)],
-        )
-        self._weights.expect(takeover)
+        tensors = tensors_of(self._module)
+        for name in names:
+            occupy(tensors[name])
         for stage in mine:
             stage.move(self._device)
         engine = Engine(
@@ -329,20 +311,16 @@ def serve(
     watch: Stopwatch | None = None,
     *,
     shards: bool = False,
-) -> tuple[Worker, Any]:
+) -> None:
     """Obey a driver until its run is over, whatever cuts its networks get meanwhile.
 
     The arguments are those of :class:`Worker`.
-
-    Returns:
-        The worker of the last stages, and the results of the run.
     """
     worker = Worker(module, mesh, options, watch, shards=shards)
-    results = worker.serve()
+    worker.serve()
     while worker.others_follow:
         worker = Worker(module, mesh, options, watch, shards=shards, before=worker)
-        results = worker.serve()
-    return worker, results
+        worker.serve()
 
 
 def _handlers(*parts: object) -> dict[type[Command], CommandHandler]:

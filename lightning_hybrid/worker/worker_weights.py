@@ -1,14 +1,13 @@
 """Carries out a driver's commands to read and set the weights and gradients of a worker."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from lightning_hybrid.comm import Answer, protocol
-from lightning_hybrid.remote import is_of_one_rank
 from lightning_hybrid.stage import LendingLine, StagedNetwork, tensors_of, write_tensors
-from lightning_hybrid.state import FilesOfWorker, Takeover
+from lightning_hybrid.state import FilesOfWorker
 
 
 class WorkerWeights:
@@ -19,7 +18,6 @@ class WorkerWeights:
         parameters: all of its parameters by name, a tied one under each of its names.
         networks: the networks that are cut; the list may grow.
         files: writes files that other ranks map, and maps theirs.
-        rank: ``pp_rank`` of this rank.
         line: takes tensors to the driver and back, from device to device.
 
     Attributes:
@@ -32,21 +30,14 @@ class WorkerWeights:
         parameters: dict[str, nn.Parameter],
         networks: Sequence[StagedNetwork],
         files: FilesOfWorker,
-        rank: int,
         line: LendingLine,
     ) -> None:
         self._files = files
-        self._rank = rank
         self._line = line
         self._module = module
         self._parameters = parameters
         self._networks = networks
-        self._takeover: Takeover | None = None
         self.lent: list[str] = []
-
-    def expect(self, takeover: Takeover) -> None:
-        """Register stages that this rank takes over: the next weights to arrive are theirs."""
-        self._takeover = takeover
 
     def _give_weights(self, command: protocol.GiveWeights) -> Answer:
         tensors = tensors_of(self._module)
@@ -69,36 +60,18 @@ class WorkerWeights:
         self._take_gradients(protocol.TakeGradients(add=True, tensors=gradients.items()))
 
     def _take_weights(self, command: protocol.TakeWeights) -> None:
-        arrived: list[str] = []
-
-        def each() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, value in command.tensors:
-                yield name, value
-                arrived.append(name)
-
         # (each is written as it arrives, since there may be no room for all of them at once)
-        write_tensors(self._module, each())
-        if self._takeover is not None:
-            takeover, self._takeover = self._takeover, None
-            takeover.check_complete(arrived)
+        write_tensors(self._module, command.tensors)
 
     def _keep_tensors(self, command: protocol.KeepTensors) -> Answer:
-        """Write what this rank owns to a file; at the end of a run with gradients.
-
-        At the end tensors that are made in ``configure_model`` are left out.
-        """
+        """Write what this rank owns to a file; at the end of a run with gradients."""
         tensors, owned = tensors_of(self._module), self._owned()
         kept = {name: tensors[name] for name in owned if name not in command.but}
         gradients: dict[str, torch.Tensor] = {}
         if command.at_end:
-            kept = {name: tensor for name, tensor in kept.items() if not is_of_one_rank(tensor)}
             gradients = {name: g for name in kept if (g := kept[name].grad) is not None}
         value = {"weights": kept, "gradients": gradients}
         return Answer(value=self._files.write(value, command.folder))
-
-    def _map_tensors(self, command: protocol.MapTensors) -> Answer:
-        others = [ticket for rank, ticket in command.tickets.items() if rank != self._rank]
-        return Answer(value=self._files.read(others, self._owned()))
 
     def _owned(self) -> list[str]:
         """Names in the LightningModule of the tensors that this rank owns."""

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPT = ROOT / "tests" / "strategy" / "fabric_script.py"
 Seen = dict[str, dict[int, Any]]
-"""Of each loop, what the ranks of each replica have seen, which is the same."""
+"""Of each loop, what the driver of each replica has seen."""
 
 
 def run(folder: Path, loops: Sequence[str], replicas: int, stages: int, **more: Any) -> Seen:
@@ -38,12 +38,10 @@ def run(folder: Path, loops: Sequence[str], replicas: int, stages: int, **more: 
     seen: Seen = {}
     for name in loops:
         paths = [*folder.glob(f"{name}.*.pt")]
-        assert len(paths) == replicas * max(1, stages)
+        assert len(paths) == replicas
         for path in paths:
             found = torch.load(path, weights_only=False)
-            replica = int(path.suffixes[0][1:])
-            first = seen.setdefault(name, {}).setdefault(replica, found)
-            torch.testing.assert_close(found, first, rtol=0, atol=0)
+            seen.setdefault(name, {})[int(path.suffixes[0][1:])] = found
     return seen
 
 

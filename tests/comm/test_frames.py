@@ -62,7 +62,7 @@ OTHERS = [
     Forward(0, 1, 2, 3, True, True, True, KEY),
     Forward(0, 1, 2, 3, True, True, True, KEY),
     StepOptimizer(0, [{"lr": 0.1, "params": ["a"]}]),
-    CutNetwork(0, "net", {}, PLACEMENT, 2**64 - 1, False),
+    CutNetwork(0, "net", {}, PLACEMENT, 2**64 - 1),
     Answer(value={"a": 1}),
     Header([SPEC], uses_rng=True),
     Status(Failure("text")),

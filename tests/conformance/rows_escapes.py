@@ -296,11 +296,8 @@ class StepsInTheBackward(Row):
 
 
 class HooksWeightsLater(Row):
-    """Hooks on weights of other ranks, put on in a hook of Lightning that only drivers run: use
-    `__init__` or `setup`.
-    """
+    """Hooks on weights of other ranks, put on in a hook of Lightning."""
 
-    refused = ("A hook was put on parameter 'net.first.weight' in the middle of a run",)
     sampled = True
 
     def on_fit_start(self) -> None:

@@ -178,13 +178,10 @@ class ShardsByTheEnvironment(_Launched):
         self.seen.append(self.trainer.global_step)
 
 
-class RefusedShardsInSetup(Row):
-    """A `DistributedSampler` of `trainer.global_rank` in `setup`, which workers run too: shard in
-    `train_dataloader`.
-    """
+class ShardsInSetup(Row):
+    """A `DistributedSampler` of `trainer.global_rank` in `setup`."""
 
     shapes = EVERY
-    refused = ("Invalid rank", "is not below trainer.world_size", "train_dataloader")
 
     def setup(self, stage: str) -> None:
         world, rank = self.trainer.world_size, self.trainer.global_rank

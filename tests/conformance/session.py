@@ -1,6 +1,6 @@
 """One group of processes that runs rows: ``python session.py FOLDER``, and who starts it.
 
-FOLDER holds ``config.json``. Each process leaves ``<row>/rank<N>.pt`` for every row that it has
+FOLDER holds ``config.json``. Each driver leaves ``<row>/rank<N>.pt`` for every row that it has
 finished. After an error that the row did not announce it stops: links may hold half-sent messages.
 """
 
@@ -191,7 +191,7 @@ class Session:
 
     def __init__(self, suite: type[Conformance], rows: Sequence[str], folder: Path) -> None:
         self._suite, self._folder = suite, folder
-        self._ranks = suite.processes()
+        self._drivers = suite.drivers()
         self.records: dict[str, list[Record]] = {}
         left = list(rows)
         for attempt in count():
@@ -220,7 +220,7 @@ class Session:
         return []
 
     def _read(self, folder: Path) -> list[Record | None]:
-        files = [folder / f"rank{rank}.pt" for rank in range(self._ranks)]
+        files = [folder / f"rank{rank}.pt" for rank in self._drivers]
         return [torch.load(f, "cpu", weights_only=False) if f.exists() else None for f in files]
 
     def _start_and_wait(self, rows: list[str], folder: Path) -> None:
@@ -236,14 +236,15 @@ class Session:
         environment.pop("PL_GLOBAL_SEED", None)
         ranks = start_ranks(
             [str(here / "session.py"), str(folder)],
-            self._ranks,
+            self._suite.processes(),
             env=environment,
             cwd=folder,
             output=folder / "output.txt",
             package=self._suite.package,
         )
         try:
-            self._wait(ranks[0], folder, self._ranks * len(rows), self._ranks)
+            count = len(self._drivers)
+            self._wait(ranks[0], folder, count * len(rows), count)
         finally:
             for process in ranks:
                 process.kill()

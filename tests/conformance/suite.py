@@ -22,7 +22,7 @@ that fails ends its group; the next rows run in a new one.
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -302,7 +302,6 @@ class Conformance:
         also_refused: words that may stand in the refusal of any row, before its first step.
         knows_refusals: whether `Row.works` says which rows are refused.
         loader_processes: that loaders have where a row says nothing of them.
-        served: whether the script runs on drivers alone, and servers have the other stages.
     """
 
     replicas: ClassVar[int] = 1
@@ -316,7 +315,6 @@ class Conformance:
     also_refused: ClassVar[str] = ""
     knows_refusals: ClassVar[bool] = False
     loader_processes: ClassVar[int] = 0
-    served: ClassVar[bool] = False
 
     @classmethod
     def make_strategy(cls, row: type[Row]) -> Strategy | str:
@@ -341,13 +339,13 @@ class Conformance:
 
     @classmethod
     def processes(cls) -> int:
-        """How many processes run the script."""
-        return cls.replicas * (1 if cls.served else cls.stages)
+        """How many processes a launcher starts; those of workers serve, and come to no row."""
+        return cls.replicas * cls.stages
 
     @classmethod
     def drivers(cls) -> list[int]:
-        """Local ranks that run the user's steps, one per replica."""
-        return list(range(0, cls.processes(), 1 if cls.served else cls.stages))
+        """Local ranks that run the script, one per replica."""
+        return list(range(0, cls.processes(), cls.stages))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "row" in metafunc.fixturenames:
@@ -374,16 +372,14 @@ class Conformance:
             assert_refused(ranks, row)
             return
         assert_no_error(ranks)
-        # (on GPUs weights go there later, which leaves the nodes that are listened to)
-        if not (places.ON_GPU or self.served):
-            assert_computed_apart(ranks, row, self.stages, freely=self.cuts_freely)
         if self.reference is None:
             return
         reference = records(self.reference, row)
         assert_no_error(reference)
-        if self.served:
-            assert_computed_elsewhere(ranks, reference, row)
-        assert_trained_the_same(ranks, reference, row, 1 if self.served else self.stages)
+        # (on GPUs weights go there later, which leaves the nodes that are listened to)
+        if self.stages > 1 and not places.ON_GPU:
+            assert_computed_elsewhere(ranks, reference, row, freely=self.cuts_freely)
+        assert_trained_the_same(ranks, reference, row)
         captures = max(record["captures"] for record in ranks) - self.looks
         assert row.captures is None or captures <= row.captures
         row.check(ranks, reference)
@@ -410,55 +406,27 @@ def assert_refused(ranks: list[Record], row: type[Row]) -> None:
         assert any(all(w in text for w in row.equal_or_refused) for text in said), ranks[0]["error"]
 
 
-def assert_computed_apart(
-    ranks: list[Record], row: type[Row], stages: int, *, freely: bool = False
+def assert_computed_elsewhere(
+    ranks: list[Record], reference: list[Record], row: type[Row], *, freely: bool
 ) -> None:
-    """Each rank is a process; those of a replica share the parameters out among them."""
-    assert len({record["pid"] for record in ranks}) == len(ranks)
-    for replica in _replicas(ranks, stages):
-        got = "gradients" if row.trains else "forwards"
-        # a driver tries the whole network once, so its forward passes say little
-        owners = replica if row.trains or stages == 1 else replica[1:]
-        owned = [set(record[got]) for record in owners]
-        enough = all(owned) or ((row.idle or freely) and any(owned)) or row.alone
-        assert enough, f"a stage had no {got}: {owned}"
-        once = sum(map(len, owned)) == len(set().union(*owned))
-        assert once or row.shares or freely, f"two stages had {got} of one"
-
-
-def assert_computed_elsewhere(ranks: list[Record], reference: list[Record], row: type[Row]) -> None:
-    """Some parameters get their gradients on servers, of which no record speaks."""
+    """Some parameters get their gradients on workers, of which no record speaks."""
     for record, expected in zip(ranks, reference, strict=True):
         apart = set(record["gradients"]) < set(expected["gradients"])
         # (of weights of configure_model it is a hook that listens, which the driver calls)
         listens = row.configure_model is not LightningModule.configure_model
-        anyhow = not row.trains or row.alone or row.idle or row.shares or listens
+        anyhow = not row.trains or row.alone or row.idle or row.shares or listens or freely
         assert apart or anyhow, "no stage is apart"
 
 
-def assert_trained_the_same(
-    ranks: list[Record], reference: list[Record], row: type[Row], stages: int
-) -> None:
-    for replica, expected in zip(_replicas(ranks, stages), reference, strict=True):
-        if stages > 1:
-            assert set().union(*(record["gradients"] for record in replica)) == set(
-                expected["gradients"]
-            )
-        found = {"seen": replica[0]["seen"]}
-        _assert_same(found, {"seen": expected["seen"]}, row)
-        for record in replica:  # weights, buffers, metrics and results are on every rank
-            names = ("result", "metrics")
-            _assert_same({n: record[n] for n in names}, {n: expected[n] for n in names}, row)
-            # running statistics are those of replica 0
-            if not row.gathered or record is ranks[0]:
-                _assert_same(record["weights"], reference[0]["weights"], row)
+def assert_trained_the_same(ranks: list[Record], reference: list[Record], row: type[Row]) -> None:
+    for record, expected in zip(ranks, reference, strict=True):
+        names = ("seen", "result", "metrics")
+        _assert_same({n: record[n] for n in names}, {n: expected[n] for n in names}, row)
+        # running statistics are those of replica 0
+        if not row.gathered or record is ranks[0]:
+            _assert_same(record["weights"], reference[0]["weights"], row)
 
 
 def _assert_same(found: Any, expected: Any, row: type[Row]) -> None:
     different = list(differences(found, expected, row.tolerance))
     assert not different, "\n".join(different[:10])
-
-
-def _replicas(ranks: list[Record], stages: int) -> Iterator[list[Record]]:
-    for first in range(0, len(ranks), stages):
-        yield ranks[first : first + stages]

@@ -125,28 +125,13 @@ class TestTwoStagesThatWereChosen(Conformance):
             "RefusedSingleLayer",
             "HooksAllModules",
             "RefusedTiedWeightsCompiled",
+            # (up to the choice of sizes workers run the script too, and their ranks are no shards)
+            "ShardsInSetup",
             # (these read the matrix, which all ranks have where the cut ties them)
             "TiesAcrossStagesOfConfigureModel",
             "FitsAgainInConfigureModel",
         )
         return [row for row in super().rows() if row.__name__ not in without]
-
-
-class TestServedStages(_Hybrid):
-    """The rows in a script that runs once: the other stage has a server.
-
-    Without those of processes that a launcher has started, and numbered; and without one whose
-    hooks come too late for other workers, and not for servers.
-    """
-
-    stages = 2
-    reference = OneDevice
-    served = True
-
-    @classmethod
-    def rows(cls) -> list[type[Row]]:
-        rows = [row for row in super().rows() if row.__module__ != "rows_ranks"]
-        return [row for row in rows if row.__name__ != "HooksWeightsLater"]
 
 
 class TestThreeStages(_Hybrid):

@@ -54,7 +54,7 @@ class TestPairs(_Hybrid):
             assert not begun, "\n".join(errors)
             return
         if largest(expected) < 1e6:  # else what is rounded otherwise is no measure
-            assert_trained_the_same(ranks, [expected], row, self.stages)
+            assert_trained_the_same(ranks, [expected], row)
 
 
 def largest(record: Any) -> float:

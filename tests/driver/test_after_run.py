@@ -23,7 +23,6 @@ from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import is_deferred, is_unread, is_vacant
 from lightning_hybrid.state import tensor_file
 from lightning_hybrid.state.whole_checkpoint import save_checkpoint
-from lightning_hybrid.worker import worker
 
 DEVICES = [(1, 0), (1, 2, 0)]
 
@@ -57,7 +56,7 @@ class Trained:
     def end(self) -> None:
         self.replica.driver.bring_all()
         self.replica.driver.close()
-        self.replica.driver.end("results", weights=True)
+        self.replica.driver.end()
         self.states = self.mine.state_dict()
         self.replica.close()
 
@@ -86,7 +85,7 @@ def test_in_training_a_rank_has_memory_for_what_it_owns_alone(
         {n for n, p in m.named_parameters() if p.grad is not None} for m in trained.modules[1:]
     ]
     for mine, theirs in zip(held[1:], owned, strict=True):
-        assert mine == theirs | {"scale"}
+        assert mine == theirs
     everything = {name for name, _ in trained.module.named_parameters()}
     assert held[0] == everything - set().union(*owned)
 
@@ -105,44 +104,29 @@ def test_a_parameter_of_another_rank_has_memory_while_it_is_read(replicas: Any) 
 
 @pytest.mark.usefixtures("_hosts")
 @pytest.mark.parametrize("devices", DEVICES)
-def test_all_ranks_find_the_weights_and_the_driver_the_rest(
+def test_the_driver_finds_weights_gradients_and_states(
     replicas: Any, devices: tuple[int, ...]
 ) -> None:
     trained = Trained(replicas, devices)
     trained.end()
-    for module in trained.modules:
-        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
     gradients = [[p.grad for p in m.parameters()] for m in (trained.module, trained.reference)]
     assert_same(*gradients)
     assert_same(trained.states, trained.theirs.state_dict())
-    assert set(trained.replica.results.values()) == {"results"}
-
-
-@pytest.mark.usefixtures("_hosts")
-def test_what_a_rank_changes_afterwards_the_others_do_not_see(replicas: Any) -> None:
-    trained = Trained(replicas, (1, 0))
-    trained.end()
-    for factor, module in enumerate(trained.modules, start=2):
-        for parameter in module.parameters():
-            parameter.data.mul_(factor)
-    for factor, module in enumerate(trained.modules, start=2):
-        for found, expected in zip(module.parameters(), trained.reference.parameters()):
-            assert_same(found.detach(), factor * expected.detach())
 
 
 @pytest.mark.usefixtures("_hosts")
 @pytest.mark.parametrize("layer", [0, -2])
-def test_a_change_by_a_hook_at_the_end_is_on_all_ranks(replicas: Any, layer: int) -> None:
+def test_a_change_by_a_hook_at_the_end_stays(replicas: Any, layer: int) -> None:
     trained = Trained(replicas, (1, 0))
     trained.replica.driver.bring_all()
     trained.replica.driver.close()
     with torch.no_grad():
         for module in (trained.module, trained.reference):
             module.net[layer].weight.fill_(7)
-    trained.replica.driver.end("results", weights=True)
+    trained.replica.driver.end()
     trained.replica.close()
-    for module in trained.modules:
-        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
 
 
 def _replace_parameter(module: Any) -> None:
@@ -172,7 +156,6 @@ def test_a_run_ends_whatever_hooks_have_made_of_its_networks(
     trained = Trained(replicas, (1, 0), average=True)
     driver = trained.replica.driver
     changed = trained.module, trained.reference
-    before = {name: t.clone() for name, t in trained.reference.state_dict().items()}
 
     def change_both() -> None:
         for module in changed:
@@ -189,13 +172,10 @@ def test_a_run_ends_whatever_hooks_have_made_of_its_networks(
     driver.close()
     if late:
         change_both()
-    driver.end("results", weights=True)
+    driver.end()
     trained.replica.close()
     assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
     assert_same(trained.mine.state_dict(), trained.theirs.state_dict())
-    [there] = trained.replica.modules.values()
-    after = {n: t for n, t in trained.reference.state_dict().items() if n in before}
-    assert_same(dict(there.state_dict()), before | after)  # of the parts that it knows
 
 
 def test_code_without_a_backward_has_memory_for_the_weights_of_one_operation(
@@ -275,7 +255,7 @@ def test_an_evaluation_sends_states_only_if_it_takes_a_step(replicas: Any, steps
             assert len(worker.optimizers[0].state) == 4
         replica.driver.bring_all()
         replica.driver.close()
-        replica.driver.end("results", weights=steps)
+        replica.driver.end()
     finally:
         let_go(replica)
     replica.close()
@@ -296,15 +276,14 @@ def test_where_no_file_may_be_mapped_each_tensor_arrives_when_it_is_read(
 ) -> None:
     trained = Trained(replicas, devices)
     trained.end()
-    for module in trained.modules:
-        here = [is_unread(parameter) for parameter in module.parameters()]
-        assert any(here)
-        assert not all(here)
-        assert_same(
-            {name: t.clone() for name, t in module.state_dict().items()},
-            dict(trained.reference.state_dict()),
-        )
-        assert [is_unread(parameter) for parameter in module.parameters()] == here
+    here = [is_unread(parameter) for parameter in trained.module.parameters()]
+    assert any(here)
+    assert not all(here)
+    assert_same(
+        {name: t.clone() for name, t in trained.module.state_dict().items()},
+        dict(trained.reference.state_dict()),
+    )
+    assert [is_unread(parameter) for parameter in trained.module.parameters()] == here
     for mine, theirs in zip(trained.module.parameters(), trained.reference.parameters()):
         assert mine.grad is not None
         assert_same(mine.grad.clone(), theirs.grad)
@@ -328,28 +307,24 @@ def test_what_has_no_memory_is_trained_on_by_the_script(replicas: Any) -> None:
 def test_another_run_begins_with_memory_for_all(replicas: Any) -> None:
     trained = Trained(replicas, (1, 0))
     trained.end()
-    for module in trained.modules:
-        bring_here(module)
-        assert not any(map(is_unread, module.parameters()))
-        assert_same(dict(module.state_dict()), dict(trained.reference.state_dict()))
+    bring_here(trained.module)
+    assert not any(map(is_unread, trained.module.parameters()))
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
 
 
 @pytest.mark.usefixtures("no_room_for_files")
 @pytest.mark.parametrize("layer", [0, -2])
-def test_a_change_at_the_end_of_what_has_no_memory_is_on_all_ranks(
-    replicas: Any, layer: int
-) -> None:
+def test_a_change_at_the_end_of_what_has_no_memory_stays(replicas: Any, layer: int) -> None:
     trained = Trained(replicas, (1, 0))
     trained.replica.driver.bring_all()
     trained.replica.driver.close()
     with torch.no_grad():
         for module in (trained.module, trained.reference):
             module.net[layer].weight.fill_(7)
-    trained.replica.driver.end("results", weights=True)
+    trained.replica.driver.end()
     trained.replica.close()
-    for module in trained.modules:
-        found = {name: t.clone() for name, t in module.state_dict().items()}
-        assert_same(found, dict(trained.reference.state_dict()))
+    found = {name: t.clone() for name, t in trained.module.state_dict().items()}
+    assert_same(found, dict(trained.reference.state_dict()))
 
 
 @pytest.mark.usefixtures("no_room_for_files")
@@ -401,7 +376,7 @@ def test_what_was_taken_of_a_weight_shows_it_afterwards_too(replicas: Any) -> No
             parameter.fill_(3)
     replica.driver.bring_all()
     replica.driver.close()
-    replica.driver.end("results", weights=True)
+    replica.driver.end()
     replica.close()
     assert_same(taken, [torch.full_like(t, 3) for t in taken])
 
@@ -413,30 +388,27 @@ def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("several_hosts")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_where_not_all_have_room_each_rank_keeps_what_it_owns(
-    replicas: Any, monkeypatch: pytest.MonkeyPatch, rank: int
+def test_where_the_driver_has_no_room_it_keeps_what_it_owns(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = after_run if rank == 0 else worker
-    monkeypatch.setattr(module, "free_on", lambda _: 100)
+    monkeypatch.setattr(after_run, "free_on", lambda _: 100)
     trained = Trained(replicas, (1, 0))
     said: list[str] = []
     driver = trained.replica.driver
     monkeypatch.setattr(driver, "_options", replace(driver._options, say=said.append))
     trained.end()
     [line] = said
-    assert f"on rank {rank} of a replica, which has 1e-07 GB" in line
-    for rank_module in trained.modules:
-        for name, expected in trained.reference.named_parameters():
-            found = rank_module.get_parameter(name)
-            if is_deferred(found):
-                with pytest.raises(DeferredError, match=name):
-                    found.sum().item()
-            else:
-                assert_same(found.detach(), expected.detach())
-    here = [{n for n, p in m.named_parameters() if not is_deferred(p)} for m in trained.modules]
-    assert set.union(*here) == dict(trained.reference.named_parameters()).keys()
-    assert all(names != set.union(*here) for names in here)
+    assert "and 1e-07 GB are free" in line
+    away = set()
+    for name, expected in trained.reference.named_parameters():
+        found = trained.module.get_parameter(name)
+        if is_deferred(found):
+            away.add(name)
+            with pytest.raises(DeferredError, match=name):
+                found.sum().item()
+        else:
+            assert_same(found.detach(), expected.detach())
+    assert away == set(trained.replica.driver.weights.owned_elsewhere()) & away != set()
 
 
 @pytest.mark.usefixtures("several_hosts")

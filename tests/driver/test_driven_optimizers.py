@@ -70,7 +70,7 @@ def test_a_norm_that_must_be_finite_and_is_not_leaves_gradients_as_they_are(
 ) -> None:
     trained = Trained(replicas, (1, 0))
     before = gradients(trained.module)
-    trained.replica.modules[1].net[0].bias.grad[0] = torch.inf
+    trained.replica.modules[1].get_parameter("net.0.bias").grad[0] = torch.inf
     with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 for gradients is inf"):
         trained.optimizers.clip_norm(trained.mine, 0.01, finite=True)
     [*finite] = zip(gradients(trained.module)[2:], before[2:], strict=True)
@@ -95,8 +95,9 @@ def test_unscaled_gradients_are_not_those_that_were_read_before(replicas: Any) -
 def test_a_gradient_that_is_not_finite_is_found_wherever_it_is(replicas: Any, rank: int) -> None:
     trained = Trained(replicas, (1, 0))
     trained.replica.driver.commands.ask(GiveFailure())  # the worker has its gradients
-    where = {0: trained.module.net[-2], 1: trained.replica.modules[1].net[0]}[rank]
-    where.bias.grad[0] = torch.inf
+    worker = trained.replica.modules[1]
+    bias = {0: trained.module.net[-2].bias, 1: worker.get_parameter("net.0.bias")}[rank]
+    bias.grad[0] = torch.inf
     assert trained.optimizers.unscale(trained.mine, torch.tensor(0.5, dtype=torch.float64))
 
 

@@ -29,11 +29,10 @@ def test_losses_and_weights_are_those_of_one_device(
     expected = train_one_device(reference, kind(reference.parameters(), lr=0.1))
     replica = replicas(module, devices)
     assert train(replica, kind(module.parameters(), lr=0.1)) == pytest.approx(expected, abs=1e-12)
-    replica.end("results")
-    for found in (module, *replica.modules.values()):  # workers get the whole network
-        for name, value in found.state_dict().items():
-            torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=1e-12)
-    assert set(replica.results.values()) == {"results"}
+    replica.end()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=1e-12)
+    assert not replica.errors
 
 
 def test_weights_and_gradients_of_workers_are_read_and_changed_as_ones_own(replicas: Any) -> None:
@@ -111,7 +110,7 @@ def test_an_error_of_a_worker_is_the_drivers(replicas: Any) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("on purpose")
 
-    replica.modules[2].net[4].weight.register_hook(lambda _: refuse())
+    replica.modules[2].get_parameter("net.4.weight").register_hook(lambda _: refuse())
     loss_of(module, replica(batches(1)[0])).backward()
     with pytest.raises(ValueError, match="on purpose") as found:
         replica.driver.commands.ask(GiveFailure())
@@ -181,7 +180,7 @@ def test_all_workers_hear_of_an_error_of_the_driver(replicas: Any) -> None:
     replica = replicas(model(), (1, 2, 0))
     replica.driver.abort(Failure.of(KeyError("on purpose"), "rank 0"))
     replica.close()
-    assert [type(error) for error in replica.results.values()] == [KeyError, KeyError]
+    assert [type(error) for error in replica.errors.values()] == [KeyError, KeyError]
 
 
 def test_a_lost_worker_keeps_an_error_from_no_other(replicas: Any) -> None:
@@ -189,8 +188,8 @@ def test_a_lost_worker_keeps_an_error_from_no_other(replicas: Any) -> None:
     replica.ranks.kill(1)
     replica.driver.abort(Failure.of(KeyError("on purpose"), "rank 0"))
     replica.close()
-    assert type(replica.results[2]) is KeyError
-    assert "Lost" in str(replica.results[1])
+    assert type(replica.errors[2]) is KeyError
+    assert "Lost" in str(replica.errors[1])
 
 
 def test_a_device_without_room_for_a_network_that_is_not_cut_yet_is_named(

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from driven import Replica, batches, loss_of, model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
+from lightning_hybrid.comm.protocol import GiveFailure
 from lightning_hybrid.driver import after_run
 from lightning_hybrid.driver import weights as files
 from lightning_hybrid.remote import is_vacant
@@ -118,9 +119,9 @@ def test_a_worker_has_memory_for_its_new_stage_alone(replicas: Callable[..., Rep
     replica = replicas(model(), (1, 0), ends=(3, 4), trains=True)
     replica.begin_other_stages()
     replica.cut((1, 4))
-    replica.driver.reports("free")  # it has done what it was told
-    parts: list[nn.Module] = [replica.modules[1].net[2 * number] for number in range(4)]
-    assert [is_vacant(part.weight) for part in parts] == [False, True, True, True]
+    replica.driver.commands.ask(GiveFailure())  # it has done what it was told
+    weights = [replica.modules[1].get_parameter(f"net.{2 * number}.weight") for number in range(4)]
+    assert [is_vacant(weight) for weight in weights] == [False, True, True, True]
 
 
 @pytest.mark.usefixtures("_hosts")

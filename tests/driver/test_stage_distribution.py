@@ -9,7 +9,7 @@ from driven import Model, batches, model
 from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.comm.protocol import Placement
+from lightning_hybrid.comm.protocol import GiveFailure, Placement
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.stage_distribution import Distribution
 from lightning_hybrid.errors import NetworkError
@@ -31,8 +31,9 @@ def test_the_drivers_weights_are_those_that_workers_begin_with(replicas: Any) ->
     module, [value] = model(), batches(1)
     expected = module.net(value)
     replica = replicas(module, (1, 0))
-    for other in replica.modules.values():
-        assert torch.equal(other.net[0].weight, module.net[0].weight)
+    replica.driver.commands.ask(GiveFailure())  # the worker has its stage
+    name = "net.0.weight"
+    assert torch.equal(replica.modules[1].get_parameter(name), module.get_parameter(name))
     torch.testing.assert_close(replica(value), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -687,7 +687,7 @@ def test_an_error_of_a_stage_at_any_point_of_two_windows_ends_all_ranks(
         replica.driver.abort(Failure.of(found.value, "rank 0"))
         replica.close()  # nobody hangs
         # (one that waits for another worker may see that leave before it hears of the error)
-        assert all(isinstance(e, ValueError | ConnectionLost) for e in replica.results.values())
+        assert all(isinstance(e, ValueError | ConnectionLost) for e in replica.errors.values())
 
 
 OF_WORKERS = [point for point in POINTS if DEVICES[3][point.values[2]]]
@@ -704,4 +704,4 @@ def test_a_worker_that_is_lost_at_any_point_of_two_windows_ends_all_ranks(
             trained_until_the_end(replica, coming, window)
         replica.driver.abort(Failure.of(found.value, "rank 0"))
         replica.close()
-        assert all(isinstance(error, Exception) for error in replica.results.values())
+        assert all(isinstance(error, Exception) for error in replica.errors.values())

@@ -1,7 +1,6 @@
 """A driver and its workers in one process: the workers are threads, the network is really cut."""
 
 from collections.abc import Callable, Hashable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 from threading import Lock, Thread
@@ -27,6 +26,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import NetworkGraph, cut, make_stages, network_partitions
 from lightning_hybrid.remote.hollow_network import Hollow
 from lightning_hybrid.schedules import STREAMED
+from lightning_hybrid.stage.module_outline import ModuleOutline
 from lightning_hybrid.stage.rank_stages import StageOptions
 from lightning_hybrid.stage.stage_check import run
 from lightning_hybrid.worker.worker import Worker
@@ -148,7 +148,7 @@ class Ranks:
     """A driver, and its workers as threads of this process. Nothing is cut yet.
 
     Args:
-        model: the module; workers have copies of it.
+        model: the module; workers have shells of it.
         workers: how many.
         timeout_s: how long a rank waits for another one.
         options: how stages compute.
@@ -163,7 +163,7 @@ class Ranks:
         driver: the driver.
         modules: the workers', by ``pp_rank``.
         workers: likewise.
-        results: of each worker what it returned at the end of the run, or raised.
+        errors: of each worker what it raised.
     """
 
     def __init__(
@@ -180,8 +180,9 @@ class Ranks:
     ) -> None:
         self.model, self._on = model.to(on(0)), on
         self.ranks = StrictReplica(workers + 1, timeout_s, on(0), blocking=blocking)
-        self.modules = {rank: deepcopy(model).to(on(rank)) for rank in range(1, workers + 1)}
-        self.results: dict[int, Any] = {}
+        outline = ModuleOutline.of(model)
+        self.modules: dict[int, Any] = {rank: outline.shell() for rank in range(1, workers + 1)}
+        self.errors: dict[int, Exception] = {}
         self._lock = Lock()
         self._groups: dict[tuple[str | int, ...], MemoryGroup] = {}
         self._members: dict[tuple[str | int, ...], Any] = {}
@@ -207,7 +208,7 @@ class Ranks:
         self.driver.end_stages()
         for thread in self._threads:
             thread.join(60)
-        self.results.clear()
+        self.errors.clear()
         self.workers = {
             rank: Worker(
                 self.modules[rank],
@@ -222,10 +223,10 @@ class Ranks:
         self.driver = Driver(self.model, self.mesh(0), self._options, before=before)
         self.driver.optimizers.connect(before.optimizers.optimizers)
 
-    def end(self, results: Any = None) -> None:
+    def end(self) -> None:
         """End the run as after a fit."""
         self.driver.weights.bring_into_module()
-        self.driver.end(results, weights=True)
+        self.driver.end()
         self.close()
 
     def close(self) -> None:
@@ -265,9 +266,9 @@ class Ranks:
         if self._on(rank).type == "cuda":
             torch.cuda.set_device(self._on(rank))
         try:
-            self.results[rank] = self.workers[rank].serve()
+            self.workers[rank].serve()
         except Exception as error:
-            self.results[rank] = error
+            self.errors[rank] = error
             # as `world.py` does: it tells the others, and then its groups end
             self.mesh(rank).say_goodbye(Failure.of(error, f"rank {rank}"))
             self.ranks.kill(rank)
@@ -277,7 +278,7 @@ class Replica(Ranks):
     """A replica whose network is cut.
 
     Args:
-        model: the module; workers have copies of it.
+        model: the module; workers have shells of it.
         value: an input of its network.
         devices: ``pp_rank`` of each stage, or of all its copies.
         parts: micro-batches.
@@ -364,7 +365,7 @@ class Replica(Ranks):
 
 def let_go(ranks: Ranks) -> None:
     """Tell the workers to go, if nobody has ended them."""
-    if len(ranks.results) < len(ranks.modules):
+    if any(thread.is_alive() for thread in ranks._threads):
         ranks.driver.abort(Failure("the test is over"))
         ranks.close()
 

@@ -55,7 +55,7 @@ def crew() -> Iterator[Crew]:
 def service() -> Iterator[Service]:
     made = Service()
     yield made
-    if not made.results:
+    if made.is_alive:
         made.driver.send(Leaving(Failure("the test is over")))
         made.close()
 

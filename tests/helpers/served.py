@@ -38,15 +38,15 @@ class Service:
         reports = {"name": lambda: "said", "broken": lambda: 1 / 0}
         self.worker = Worker(self.module, mesh, StageOptions())
         self.worker._reports |= reports
-        self.results: list[Any] = []
+        self.error: Exception | None = None
         self._thread = Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
         try:
-            self.results.append(self.worker.serve())
+            self.worker.serve()
         except Exception as error:
-            self.results.append(error)
+            self.error = error
 
     def ask(self, command: Command) -> Answer:
         self.driver.send(command)
@@ -56,8 +56,13 @@ class Service:
         """What its parameters are."""
         return dict(self.ask(GiveWeights(["weight", "bias"])).tensors)
 
-    def close(self) -> Any:
-        """Wait for the end. Returns what `serve` has returned or raised."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether the worker serves."""
+        return self._thread.is_alive()
+
+    def close(self) -> Exception | None:
+        """Wait for the end. Returns what `serve` has raised."""
         self._thread.join(30)
         assert not self._thread.is_alive()
-        return self.results[0]
+        return self.error

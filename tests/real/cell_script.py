@@ -1,7 +1,7 @@
 """One rank of a cell of the matrix, or the plain loop that it is compared with.
 
-``python cell_script.py FOLDER MODEL SOURCE PLACE VARIANT``. A process that is one of several leaves
-``rank<N>.pt`` in FOLDER, a single one ``alone.pt``, and the network that others load.
+``python cell_script.py FOLDER MODEL SOURCE PLACE VARIANT``. The driver of several processes leaves
+``rank0.pt`` in FOLDER, a single process ``alone.pt``, and the network that others load.
 """
 
 import os
@@ -38,7 +38,8 @@ def held(module: nn.Module) -> int:
 
     with DisableTorchFunctionSubclass():
         tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        return sum(t.nbytes for t in tensors.values() if not t.is_meta)
+        here = (t for t in tensors.values() if not t.is_meta and t.untyped_storage().nbytes())
+        return sum(t.nbytes for t in here)
 
 
 def in_stages(folder: Path, model: str, source: Path | None, place: str, variant: str) -> Record:
@@ -62,6 +63,7 @@ def in_stages(folder: Path, model: str, source: Path | None, place: str, variant
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
             out = self.net(**batch)
             self.losses.append(out.loss.item())
+            self.held = held(self)
             self.kind = type(out.logits).__name__
             return out.loss
 
@@ -91,13 +93,12 @@ def in_stages(folder: Path, model: str, source: Path | None, place: str, variant
         trainer.fit(module, loader)
     except HybridError as error:
         return {"refused": str(error)}
-    kept = held(module)
     weights = trainer.strategy.full_state_dict()
     plan = trainer.strategy.plan
     return {
         "losses": module.losses,
         "weights": {name.removeprefix("net."): value for name, value in weights.items()},
-        "held": kept,
+        "held": module.held,
         "stages": plan.stages,
         "microbatches": plan.microbatches,
         "logits": getattr(module, "kind", ""),

@@ -27,16 +27,13 @@ def test_a_script_trains_in_stages_as_on_one_device(name: str, tmp_path: Path) -
     command = [str(HERE / "library_script.py"), str(tmp_path), name]
     run_ranks(command, 1, tmp_path, 240)
     run_ranks(command, 2, tmp_path, 400)
-    expected, found, other = (
-        torch.load(tmp_path / file) for file in ("one.pt", "rank0.pt", "rank1.pt")
-    )
-    assert (found["stages"], other["stages"]) == (2, 2)
+    expected, found = (torch.load(tmp_path / file) for file in ("one.pt", "rank0.pt"))
+    assert found["stages"] == 2
     moved = [n for n, w in expected["weights"].items() if not w.equal(expected["before"][n])]
     assert len(moved) > 4, "nothing was trained"
     assert len(expected["losses"]) > 3
     for part in ("losses", "metrics", "weights"):
         torch.testing.assert_close(found[part], expected[part], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(other["weights"], expected["weights"], rtol=1e-9, atol=1e-9)
 
 
 def test_each_script_is_run() -> None:

@@ -19,7 +19,7 @@ from lightning_hybrid.remote.deferred import (
     offload,
     value_of,
 )
-from lightning_hybrid.remote.deferred_maker import DeferredMaker, has_loaded
+from lightning_hybrid.remote.deferred_maker import DeferredMaker
 from lightning_hybrid.remote.unread import unread
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # weight_norm as it was
@@ -155,27 +155,25 @@ def test_numbers_and_generator_are_those_of_one_device(name: str) -> None:
         assert torch.equal(network.constant, expected.constant)
 
 
-def test_only_what_was_loaded_must_travel() -> None:
+def test_only_what_was_loaded_is_here_again() -> None:
     network, deferral = build(pair)
     offload(network[1].bias, "1.bias", "on rank 1")
     state = {"0.weight": torch.ones(5, 4)}
-    with deferral.loading(network, alone=True):
+    with deferral.loading(network):
         network.load_state_dict(state, strict=False)
-    assert [has_loaded(p) for p in network.parameters()] == [True, False, False, False]
     assert is_offloaded(network[1].bias)
     assert torch.equal(value_of(network[0].weight), state["0.weight"])
-    with deferral.loading(network, alone=False):
+    with deferral.loading(network):
         network.load_state_dict({"1.bias": torch.ones(3)}, strict=False)
-    assert not any(map(has_loaded, network.parameters()))
     assert torch.equal(value_of(network[1].bias), torch.ones(3))
 
 
 def test_what_was_loaded_once_is_left_to_its_owner_when_less_is_loaded() -> None:
     network, deferral = build(pair)
-    with deferral.loading(network, alone=True):
+    with deferral.loading(network):
         network.load_state_dict({"1.bias": torch.ones(3)}, strict=False)
     offload(network[1].bias, "1.bias", "on rank 1")
-    with deferral.loading(network, alone=True):
+    with deferral.loading(network):
         network.load_state_dict({"0.weight": torch.ones(5, 4)}, strict=False)
     assert is_offloaded(network[1].bias)
 
@@ -189,10 +187,9 @@ def test_what_is_loaded_from_a_file_is_read_when_its_rank_makes_it() -> None:
         return value.clone().view(-1).view(torch.uint8)
 
     state = {"0.weight": unread(torch.empty_like(value, device="meta"), read)}
-    with deferral.loading(network, alone=True):
+    with deferral.loading(network):
         network.load_state_dict(state, strict=False)
     assert reads == []
-    assert has_loaded(network[0].weight)
     assert torch.equal(value_of(network[0].weight), value)
 
 
@@ -200,13 +197,13 @@ def test_what_a_later_load_overwrites_is_forgotten() -> None:
     network, deferral = build(lambda: nn.Linear(800, 700))
     values = [torch.full((700, 800), float(number)) for number in range(3)]
     for value in values:
-        with deferral.loading(network, alone=False):
+        with deferral.loading(network):
             network.load_state_dict({"weight": value}, strict=False)
     assert [is_shared(value) for value in values] == [False, False, True]
     assert torch.equal(value_of(network.weight), values[-1])
     assert torch.equal(value_of(network.bias), made(lambda: nn.Linear(800, 700)).bias)
     materialize(network.parameters())
-    with deferral.loading(network, alone=False):
+    with deferral.loading(network):
         pass
     assert not is_shared(values[-1])
 
@@ -216,7 +213,7 @@ def test_weights_that_loads_put_into_other_memory_keep_their_numbers() -> None:
     values = {}
     # (each load frees the memory of some, whose keys the next one uses again)
     for names in ((0, 1, 2, 3), (4, 5, 6, 7), (1, 3, 5, 7)):
-        with deferral.loading(network, alone=False):
+        with deferral.loading(network):
             for number in names:
                 values[number] = 10.0 * names[0] + number
                 network[number].weight.data = torch.full((3, 3), values[number])

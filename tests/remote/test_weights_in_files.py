@@ -192,7 +192,7 @@ def test_what_code_has_another_view_of_stays_with_it() -> None:
 def test_what_another_rank_has_is_not_read_by_a_load_that_writes_a_part() -> None:
     network, deferral = build(lambda: nn.Linear(4, 4))
     offload(network.weight, "weight", "on rank 1")
-    with deferral.loading(network, alone=False), torch.no_grad():
+    with deferral.loading(network), torch.no_grad():
         network.weight[:2] = 1
     with pytest.raises(DeferredError, match="'weight' is on rank 1"):
         materialize([network.weight])

@@ -24,13 +24,11 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.process import NoWorld, Phase, World
-from lightning_hybrid.remote import DeferredMaker
-from lightning_hybrid.run import building
 from lightning_hybrid.run.building import BetweenRuns, Building
 from lightning_hybrid.run.framework import TrainerFramework
 from lightning_hybrid.run.part import Part
 from lightning_hybrid.run.run import Run
-from lightning_hybrid.run.session import DriverSession, WorkerSession
+from lightning_hybrid.run.session import DriverSession
 
 # Lightning's advice on unused devices and loggers
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -86,7 +84,7 @@ def make_run(coordinates: Coordinates | None = None, **changes: Any) -> Run:
     mesh = SimpleNamespace(
         coordinates=here, drivers=None, store=None, survivors=None, statistics=lambda: "group"
     )
-    world: Any = SimpleNamespace(coordinates=here, phase=Phase.RUNNING, mesh=mesh, served=False)
+    world: Any = SimpleNamespace(coordinates=here, phase=Phase.RUNNING, mesh=mesh)
     fields = {
         "config": Config(),
         "framework": TrainerFramework(trainer),
@@ -257,16 +255,6 @@ def test_workers_hear_of_a_failure_before_the_session_is_complete(
     assert driver.notes == ["abort", "close"]
 
 
-def test_the_workers_get_the_results_and_the_plans() -> None:
-    driven = Driven()
-    ended: list[Any] = []
-    driven.driver.end = lambda results, weights: ended.append((results, weights))
-    driven.session.close()
-    driven.session.end([1.5])
-    [(results, weights)] = ended
-    assert (results.value(), dict(results.plans), weights) == ([1.5], {"net": PLAN}, True)
-
-
 class Noting(Part):
     """A part that notes its hooks, among what the session asks of its driver."""
 
@@ -433,42 +421,6 @@ def test_parts_begin_again_where_stages_are_cut_anew(
     assert driven.run.plans["net"] is (PLAN if reason else other)
 
 
-class Obedient:
-    """A worker whose driver ends the run at once."""
-
-    def __init__(self, run: Run) -> None:
-        self.world, self.phases = run.world, []
-        self.optimizers = [SGD(run.module.parameters(), lr=0.1)]
-        self.results = run.framework.collect(None)
-        self.results.plans["net"] = PLAN
-
-    def serve(self) -> Any:
-        self.phases.append(self.world.phase)
-        return self.results
-
-
-def test_a_worker_goes_on_with_what_its_driver_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, watched = make_run(Coordinates(1, 1, 2), plans={}), []
-
-    def serve() -> None:
-        watched.append("serves")
-        run.world.phase = Phase.SERVING
-
-    run.world.serve = serve
-    worker = Obedient(run)
-    worker.results.callback_metrics["loss"] = torch.tensor(0.5)
-    monkeypatch.setattr(sessions, "serve", lambda *_, **__: (worker, worker.serve()))
-    session = WorkerSession(run)
-    assert session.serve() is worker.results
-    assert watched == ["serves"]
-    assert run.plans == {"net": PLAN}
-    assert run.trainer.callback_metrics["loss"] == 0.5
-    trained = [*worker.optimizers]
-    assert (session.take_optimizers(), worker.optimizers) == (trained, [])
-    # one that fails while it serves waits for no meeting: nobody would come
-    assert [*worker.phases, run.world.phase] == [Phase.SERVING, Phase.TOGETHER]
-
-
 def test_between_runs_a_module_is_whole_on_the_rank_that_saves() -> None:
     module = Net()
     between = BetweenRuns(NoWorld(), Building())
@@ -478,18 +430,6 @@ def test_between_runs_a_module_is_whole_on_the_rank_that_saves() -> None:
     state = between.optimizer_state(module, optimizer, here=True)
     assert state == optimizer.state_dict()
     assert between.optimizer_state(module, optimizer, here=False) == {}
-
-
-def test_after_a_run_what_other_ranks_made_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(building, "gather_after_run", lambda *asks, **_: asked.append(asks) or {})
-    ranks = World.__new__(World)
-    ranks.served = False
-    ranks.take_coordinates(cast(Any, SimpleNamespace(mesh="mesh")))
-    module = Net()
-    between = BetweenRuns(ranks, Building(DeferredMaker(torch.device("cpu"))))
-    assert between.state_dict(module, here=False) == {}
-    assert asked == [(module, "mesh")]  # all ranks take part
 
 
 def test_a_failure_before_the_run_is_told_to_workers_that_serve_already() -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from lightning_hybrid.remote import is_vacant
-from lightning_hybrid.stage import ModuleOutline, tensors_of, write_tensors
+from lightning_hybrid.stage import ModuleOutline, state_buffers, tensors_of, write_tensors
+from lightning_hybrid.stage.engine import weights_with_sparse_gradients
 
 
 class Net(nn.Module):
@@ -49,3 +50,16 @@ def test_numbers_that_are_sent_to_a_shell_make_it_the_modules_equal() -> None:
     write_tensors(shell, tensors_of(module).items())
     for name, tensor in tensors_of(shell).items():
         assert torch.equal(tensor.to_dense(), tensors_of(module)[name].to_dense()), name
+
+
+def test_layers_that_the_engine_treats_in_a_way_of_its_own_are_known_by_a_shell() -> None:
+    module = nn.Sequential(
+        nn.BatchNorm2d(3, momentum=None), nn.BatchNorm1d(3, momentum=0.3, affine=False),
+        nn.Embedding(4, 3, sparse=True), nn.EmbeddingBag(4, 3, sparse=True), nn.Embedding(4, 3),
+    )  # fmt: skip
+    shell = shell_of(module)
+    assert [shell.get_submodule(name).momentum for name in "01"] == [None, 0.3]
+    assert state_buffers(shell) == []
+    found = {id(weight) for weight in weights_with_sparse_gradients(shell)}
+    assert found == {id(shell.get_parameter(f"{number}.weight")) for number in (2, 3)}
+    assert tensors_of(shell).keys() == tensors_of(module).keys()

@@ -1,15 +1,14 @@
-"""Networks that are whole on no rank: what a rank makes when it gets its stages."""
+"""Networks that are whole on no rank: what a driver makes when it gets a stage, and sends."""
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_hybrid.comm import Coordinates
-from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.remote.deferred import is_of_one_rank, is_offloaded, is_vacant, offload
+from lightning_hybrid.remote.deferred import is_deferred, is_of_one_rank, is_offloaded
 from lightning_hybrid.remote.deferred_maker import DeferredMaker
+from lightning_hybrid.remote.remote import RemoteGradients
 from lightning_hybrid.stage.staged_network import tensors_of
-from lightning_hybrid.state.deferred_weights import Takeover
+from lightning_hybrid.state.deferred_weights import leave_to_worker, make_here, to_send
 
 
 def layers() -> nn.Module:
@@ -20,43 +19,38 @@ def layers() -> nn.Module:
     return network
 
 
-def taken(number: int, *, vacates: bool = True) -> nn.Module:
-    """The module of a worker that has got one of the layers as its stage."""
+@pytest.fixture
+def module() -> nn.Module:
     module = nn.Module()
     with DeferredMaker(torch.device("cpu")).building(module):
         module.net = layers()
-    take(module, number, vacates=vacates)
     return module
 
 
-def take(module: nn.Module, number: int, *, vacates: bool = True) -> None:
-    names, here = [f"net.{number}.weight", f"net.{number}.bias"], Coordinates(1, 1, 4)
-    tied = {"net.0.weight"}
-    Takeover(module, names, tensors_of(module), here, vacates=vacates, tied=tied).check_complete(())
+def names(number: int) -> list[str]:
+    return [f"net.{number}.weight", f"net.{number}.bias"]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_ranks_that_use_a_tied_weight_have_copies_and_others_know_it(number: int) -> None:
-    module, expected = taken(number), layers()
+def test_a_driver_makes_its_stage_and_what_is_tied(module: nn.Module, number: int) -> None:
+    expected = layers()
+    make_here(module, names(number), ["net.0.weight"])
     tied = module.net[0].weight
     assert module.net[2].weight is tied
     assert type(tied) is nn.Parameter
     assert not is_of_one_rank(tied)
-    assert is_vacant(tied) is (number == 1)
-    if number != 1:
-        assert torch.equal(tied, expected[0].weight)
-    for other in range(3):
-        assert is_offloaded(module.net[other].bias) is (other != number)
-    assert is_of_one_rank(module.net[number].bias)
+    assert torch.equal(tied, expected[0].weight)
     assert torch.equal(module.net[number].bias, expected[number].bias)
+    assert all(is_deferred(module.net[other].bias) for other in {0, 1, 2} - {number})
 
 
-def test_in_an_evaluation_every_rank_has_a_tied_weight() -> None:
-    assert torch.equal(taken(1, vacates=False).net[0].weight, layers()[0].weight)
-
-
-def test_a_weight_that_one_rank_has_already_cannot_be_tied_later() -> None:
-    module = taken(1)
-    offload(module.net[0].weight, "net.0.weight", "on rank 3")
-    with pytest.raises(DeferredError, match=r"'net\.0\.weight' is on rank 3"):
-        take(module, 1)
+def test_what_a_worker_gets_is_made_as_it_is_sent_by_replica_0_alone(module: nn.Module) -> None:
+    tensors, expected = tensors_of(module), layers()
+    make_here(module, names(2), ["net.0.weight"])
+    sent = to_send(tensors, names(1))
+    assert [*sent] == names(1)
+    assert torch.equal(sent["net.1.bias"].detach() + 0, expected[1].bias)
+    assert to_send(tensors, names(1), makes=False) == {}
+    leave_to_worker(tensors, names(1), "on rank 1", RemoteGradients.__new__(RemoteGradients))
+    assert all(is_offloaded(tensors[name]) for name in names(1))
+    assert to_send(tensors, names(1)) == {}

@@ -1,4 +1,4 @@
-"""A user's script with asynchronous replicas: ``python ... FOLDER``; each rank leaves a file."""
+"""A user's script with asynchronous replicas: ``python ... FOLDER``; each driver leaves a file."""
 
 import json
 import os

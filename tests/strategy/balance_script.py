@@ -1,6 +1,6 @@
 """A user's script whose replicas take samples by their speed: ``python ... FOLDER``.
 
-FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``.
+FOLDER holds ``config.json``; each driver leaves there what it has seen, as ``rank<N>.pt``.
 """
 
 import json
@@ -135,7 +135,6 @@ def main(folder: Path) -> None:
         "weights": dict(module.state_dict()),
         "logged": float(trainer.callback_metrics.get("loss", 0.0)),
         "error": error,
-        "is_driver": trainer.strategy.coordinates.is_driver,
     }
     torch.save(seen, folder / f"rank{trainer.strategy.cluster_environment.global_rank()}.pt")
 

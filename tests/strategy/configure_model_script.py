@@ -1,7 +1,7 @@
 """LightningModules that make their network in ``configure_model``: ``python ... FOLDER``.
 
 They are trained one after the other, by a Trainer each, in the same processes. FOLDER holds
-``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``.
+``config.json``; each driver leaves there what it has seen, as ``rank<N>.pt``.
 """
 
 import json
@@ -17,6 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.ran_here import LISTENERS, noting
 
 STEPS = 4
 CHECKPOINTS = ("2.ckpt", "end.ckpt")  # saved in the run, after it
@@ -79,6 +81,10 @@ class Case(LightningModule):
         self.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.seen: list[float] = []
         self.gradients: Counter[str] = Counter()
+        self.held: dict[str, int] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.held = held(self)
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -126,7 +132,15 @@ class Case(LightningModule):
 
 
 class Plain(Case):
-    """Trains, validates between."""
+    """Trains, validates between; its layers leave word of where they run."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            LISTENERS[:] = [lambda *_: None]  # this process is a driver
+            for name, module in self.net.named_modules():
+                if next(module.children(), None) is None:
+                    module.register_forward_hook(partial(noting, name))
 
 
 class Accumulates(Case):
@@ -183,13 +197,14 @@ class Saves(Callback):
             trainer.save_checkpoint(Path(trainer.default_root_dir, "2.ckpt"))
 
 
-def held(module: nn.Module) -> int:
-    """Bytes of the weights and buffers of a module that have memory here."""
+def held(module: nn.Module) -> dict[str, int]:
+    """Bytes of the weights and buffers of a module that have memory here, by their names."""
     from torch._C import DisableTorchFunctionSubclass
 
     with DisableTorchFunctionSubclass():
-        tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        return sum(t.nbytes for t in tensors.values() if not t.is_meta)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        sizes = {n: t.untyped_storage().nbytes() for n, t in tensors if not t.is_meta}
+        return {name: size for name, size in sizes.items() if size}
 
 
 def make_trainer(case: type[Case], folder: Path, strategy: Any = "auto", **options: Any) -> Trainer:
@@ -223,7 +238,7 @@ def hybrid(case: type[Case], replicas: int, stages: int, kind: Any) -> Any:
 
 
 def run(name: str, folder: Path, replicas: int, stages: int, kind: str) -> dict[str, Any]:
-    """What one rank sees of a training, and of what a script does with it afterwards."""
+    """What one driver sees of a training, and of what a script does with it afterwards."""
     case = CASES[name]
     seed_everything(SEED, verbose=False)
     module = case()
@@ -232,11 +247,10 @@ def run(name: str, folder: Path, replicas: int, stages: int, kind: str) -> dict[
     trainer = make_trainer(case, folder, strategy, devices=devices)
     trainer.fit(module)
     seen: dict[str, Any] = {
-        "pid": os.getpid(),
         "seen": list(module.seen),
         "drawn": module.drawn,
         "gradients": Counter(module.gradients),
-        "held": held(module),
+        "held": module.held,
         "whole": {n: t.clone() for n, t in strategy.full_state_dict().items()},
     }
     seen["test"] = trainer.test(module, verbose=False)

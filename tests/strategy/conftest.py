@@ -38,7 +38,7 @@ class Training:
         folder: where it works.
         script: the script.
         launcher: what Python runs before the script, with its arguments.
-        processes: number of processes that write results; all ranks by default.
+        processes: how many a launcher starts; all ranks by default.
         config: of the script.
     """
 
@@ -52,15 +52,23 @@ class Training:
         **config: Any,
     ) -> None:
         self.folder, self.script, self.launcher = folder, script, launcher
-        self.processes = processes
         self.config = {**DEFAULTS, **config}
+        self.processes = processes or int(self.config["replicas"] * self.config["stages"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config, default=written))
 
-    @property
-    def ranks(self) -> int:
-        """Number of processes that write results."""
-        return self.processes or int(self.config["replicas"] * self.config["stages"])
+    def ran_on_workers(self) -> dict[int, set[str]]:
+        """By rank of a worker, the modules that its stages have computed, forward and backward."""
+        files = {path: json.loads(path.read_text()) for path in self.folder.glob("ran*.json")}
+        return {
+            int(path.stem.removeprefix("ran")): {n[1:] for n in ran if n.startswith("-")}
+            for path, ran in files.items()
+        }
+
+    def held_by_workers(self) -> dict[int, int]:
+        """By rank of a worker, the bytes of all its weights; where ``config`` has ``weighs``."""
+        files = self.folder.glob("held*.json")
+        return {int(p.stem.removeprefix("held")): json.loads(p.read_text()) for p in files}
 
     @property
     def output(self) -> str:
@@ -88,11 +96,11 @@ class Training:
             )
 
     def run(self) -> list[dict[str, Any]]:
-        """Run to the end, in processes that have imported before. Returns what each rank saw."""
+        """Run to the end, in processes that have imported before. Returns what each driver saw."""
         return self.wait(
             start_ranks(
                 [str(self.script), str(self.folder)],
-                self.ranks,
+                self.processes,
                 env=os.environ | USUAL,
                 cwd=self.folder,
                 output=self.folder / "output.txt",
@@ -100,11 +108,11 @@ class Training:
         )
 
     def launch(self) -> list[dict[str, Any]]:
-        """Run to the end, as a user's shell does. Returns what each rank has seen."""
+        """Run to the end, as a user's shell does. Returns what each driver has seen."""
         return self.wait([self.start()])
 
     def wait(self, processes: Sequence["subprocess.Popen[str] | Forked"]) -> list[dict[str, Any]]:
-        """Wait for the end of what was started. Returns what each rank has seen."""
+        """Wait for the end of what was started. Returns what each driver has seen."""
         try:
             for process in processes:
                 assert process.wait(timeout=240) == 0, self.output
@@ -112,8 +120,8 @@ class Training:
             for process in processes:
                 process.kill()
         return [
-            torch.load(self.folder / f"rank{rank}.pt", weights_only=False)
-            for rank in range(self.ranks)
+            torch.load(path, weights_only=False)
+            for path in sorted(self.folder.glob("rank[0-9]*.pt"))
         ]
 
 

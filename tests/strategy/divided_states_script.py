@@ -1,6 +1,6 @@
 """A user's script whose replicas may divide optimizer states: ``python ... FOLDER``.
 
-FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``.
+FOLDER holds ``config.json``; each driver leaves there what it has seen, as ``rank<N>.pt``.
 """
 
 import json
@@ -13,40 +13,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from noting_optimizers import Adam, Momentum, note
 from records import read
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_hybrid import register_optimizer
-
-KEPT: dict[str, dict[int, int]] = {}
-"""By optimizer the bytes of the states that this process has, by number of the parameter."""
-
-
-def note(optimizer: torch.optim.Optimizer) -> None:
-    """In a step ``optimizer.state`` is what this rank has."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    KEPT[type(optimizer).__name__] = {
-        number: sum(value.nbytes for value in optimizer.state[p].values() if value.dim())
-        for number, p in enumerate(parameters)
-        if p in optimizer.state
-    }
-
-
-@register_optimizer
-class Adam(torch.optim.Adam):
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        note(self)
-        return loss
-
-
-@register_optimizer
-class Momentum(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        note(self)
-        return loss
 
 
 class Whole(torch.optim.Adam):
@@ -223,7 +193,6 @@ def main(folder: Path) -> None:
         "losses": module.losses,
         # (after a kill they are nowhere)
         "weights": {} if config.get("later") or "Lost" in error else dict(module.state_dict()),
-        "kept": KEPT,
         "refused": looking.refused,
         "error": error,
         "coordinates": str(getattr(trainer.strategy, "coordinates", "")),

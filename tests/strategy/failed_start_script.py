@@ -25,7 +25,7 @@ from lightning_hybrid.comm import mesh
 from lightning_hybrid.process import World, joining
 from lightning_hybrid.run import DriverSession, Run
 from lightning_hybrid.strategy import agreed_sizes, ranks
-from lightning_hybrid.worker import Worker
+from lightning_hybrid.worker.worker import Worker
 
 STEPS: dict[str, tuple[Any, str]] = {
     "store": (joining, "make_store"),

@@ -1,7 +1,7 @@
 """A user's script that goes on when a replica is lost: ``python ... FOLDER``.
 
-FOLDER holds ``config.json``. Each driver writes there what it trains on, to ``seen.<N>``; each
-process that is left leaves its weights and validations, as ``rank<N>.pt``.
+FOLDER holds ``config.json``. Each driver writes there what it trains on, to ``seen.<N>``; each that
+is left leaves its weights and validations, as ``rank<N>.pt``.
 """
 
 import json
@@ -17,6 +17,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from lightning_hybrid.process import Children
 
 
 class Module(LightningModule):
@@ -52,6 +54,11 @@ class Kill(Callback):
         for kill in kills:
             setattr(self, kill["where"], self._hook)
         self.kills, self.folder, self.rank = kills, folder, rank
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Servers of workers run nothing that could leave word of them."""
+        for rank, child in enumerate(Children.processes, 1):
+            (self.folder / f"pid.{rank}").write_text(str(child.pid))
 
     def _hook(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         for kill in self.kills:
@@ -108,7 +115,6 @@ def main(folder: Path) -> None:
         "weights": dict(module.state_dict()),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "world": (trainer.global_rank, trainer.world_size),
-        "is_driver": trainer.strategy.coordinates.is_driver,
     }
     torch.save(seen, folder / f"rank{rank}.pt")
 

@@ -1,7 +1,6 @@
 """What a script sees that catches errors around `fit`, all of them in the same processes."""
 
 import json
-import os
 import sys
 import threading
 from copy import deepcopy
@@ -17,31 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.errors import DeferredError, NetworkError
-from tests.ran_here import LISTENERS, noting
+from tests.ran_here import LISTENERS, OnPurpose, noting, rank
 
 STEPS = 6
 CUTS = {2: ["net.second"], 3: ["net.second", "net.third"]}
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
-
-
-class OnPurpose(Exception):
-    """Python cannot pickle it by itself."""
-
-    def __init__(self, step: int, where: str) -> None:
-        super().__init__(f"on purpose in {where} of step {step}")
-        self.step = step
-
-
-def same(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-def make_operator() -> None:
-    """Register `manners::same`, in this process; it stays."""
-    if not hasattr(torch.ops.manners, "same"):
-        operator = torch.library.custom_op("manners::same", same, mutates_args=())
-        operator.register_fake(same)
-        operator.register_autograd(lambda _, gradient: gradient)
 
 
 class Net(nn.Module):
@@ -50,33 +28,32 @@ class Net(nn.Module):
         self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.third(torch.tanh(self.second(torch.ops.manners.same(self.first(x)))))
+        return self.third(torch.tanh(self.second(self.first(x))))
 
 
 class Model(LightningModule):
     def __init__(self, fault: dict[str, Any]) -> None:
         super().__init__()
         self.net = Net().double()
-        self.fault, self.calls = fault, 0
+        self.fault = fault
         self.losses: list[float] = []
 
     def fail(self, where: str) -> None:
-        if self.fault.get("where") == where and self.fault["rank"] in (None, RANK):
+        if self.fault.get("where") == where and self.fault["rank"] in (None, rank()):
             raise OnPurpose(len(self.losses), where)
-
-    def ran(self, name: str, trained: bool) -> None:
-        """A layer ran in this process."""
-        self.calls += trained
-        if RANK and self.calls > 3:
-            self.fail("stage")
 
     def setup(self, stage: str) -> None:
         self.fail("setup")
         for name, layer in self.net.named_children():
             layer.register_forward_hook(partial(noting, name))
-        LISTENERS[:] = [self.ran]
-        if not (self.fault.get("where") == "operator" and self.fault["rank"] == RANK):
-            make_operator()
+        LISTENERS[:] = [lambda *_: None]  # this process is a driver
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A stage of this step fails: on a worker, or, on one device, here."""
+        if self.global_step == 3 and self.fault.get("where") == "stage" and rank() == 0:
+            weights(self)  # workers have made the step before
+            Path("fails_in_stage").touch()
+            self.fail("stage")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -136,7 +113,7 @@ def weights(model: Model) -> dict[str, Tensor]:
 
 
 def left(model: Model) -> dict[str, Tensor] | None:
-    """``None`` on a rank of a replica that was in a backward when another replica failed."""
+    """``None`` on a driver that was in a backward when another replica failed."""
     try:
         return weights(model)
     except DeferredError:
@@ -157,7 +134,13 @@ def with_fault(config: dict[str, Any], fault: dict[str, Any], folder: Path) -> d
     seen["threads"] = ours()
     seen["left"] = left(model)
     model.fault, model.losses = {}, []
-    make_trainer(config, folder).fit(model)
+    try:
+        make_trainer(config, folder).fit(model)
+    except DeferredError as error:  # on all drivers, if one lacks weights
+        seen["refused"] = str(error)
+        seed_everything(1, verbose=False)
+        model = Model({})
+        make_trainer(config, folder).fit(model)
     return {**seen, "losses": model.losses, "weights": weights(model)}
 
 
@@ -178,7 +161,7 @@ def run(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    torch.save(run(config, folder), folder / f"rank{RANK}.pt")
+    torch.save(run(config, folder), folder / f"rank{rank()}.pt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A user's script with a device that is slower than planned: ``python ... FOLDER``.
 
-FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``. What a
+FOLDER holds ``config.json``; each driver leaves there what it has seen, as ``rank<N>.pt``. What a
 device has computed is not measured: it is what its plan says, divided by ``true`` speeds.
 """
 
@@ -189,10 +189,9 @@ def main(folder: Path) -> None:
         "cuts": cuts.seen,
         "error": error,
         "validated": float(trainer.callback_metrics.get("val", 0.0)),
-        "is_driver": alone or trainer.strategy.coordinates.is_driver,
     }
     rank = 0 if alone else trainer.strategy.cluster_environment.global_rank()
-    if seen["is_driver"] and not error and not config.get("deferred"):
+    if not error and not config.get("deferred"):
         seen["optimizer"] = trainer.optimizers[0].state_dict()
     torch.save(seen, folder / f"rank{rank}.pt")
 

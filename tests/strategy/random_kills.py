@@ -37,7 +37,8 @@ from ports import free_port
 from prepared import start_ranks
 
 PHASES = ("import", "start", "capture", "step", "checkpoint", "end", "later", "exit")
-"""In their order. Each rank touches `PHASE.RANK` at its begin; "start" begins with the script."""
+"""In their order. A driver touches `PHASE.RANK` at its begin for the ranks of its replica; "start"
+begins with the script."""
 LAUNCHES = ("script", "agents", "forked", "forked", "forked")
 """Forked ranks need no import, which is most of the time of the others."""
 _IMPORT_S = 6.0  # about
@@ -82,12 +83,14 @@ SHAPES = [
 
 
 def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
-    """The script of a user, on each rank."""
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    """The script of a user."""
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     hosts = shape.ranks if "RANK" in os.environ else 1
+    driver = rank - rank % shape.stages
 
     def begin(phase: str) -> None:
-        (folder / "phases" / f"{phase}.{rank}").touch()
+        for each in range(driver, driver + shape.stages):  # workers run none of this
+            (folder / "phases" / f"{phase}.{each}").touch()
 
     begin("start")
     import torch
@@ -129,12 +132,11 @@ def train(folder: Path, shape: Shape) -> None:  # noqa: C901  one script
 
     class Marks(Callback):
         def on_save_checkpoint(self, *_: Any) -> None:
-            for each in range(shape.ranks):  # workers hear nothing of it
+            for each in range(shape.ranks):  # replica 0 alone hears of it
                 (folder / "phases" / f"checkpoint.{each}").touch()
 
         def on_train_end(self, *_: Any) -> None:
-            for each in range(shape.ranks):
-                (folder / "phases" / f"end.{each}").touch()
+            begin("end")
 
     seed_everything(1, verbose=False)
     saving: Any = {"filename": "{step}", "every_n_train_steps": EVERY, "save_top_k": -1}

@@ -1,21 +1,21 @@
 """Short runs one after the other in one group of processes: ``python runs_script.py FOLDER``.
 
-FOLDER holds ``runs.json``, the number of stages and a list of runs (see ``DEFAULTS``); each rank
-leaves there what it has seen of each, as ``rank<N>.pt``.
+FOLDER holds ``runs.json``, the number of stages and a list of runs (see ``DEFAULTS``); the driver
+leaves there what it has seen of each, as ``rank0.pt``.
 """
 
 import json
 import os
 import sys
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-from training_script import Loader
+from torch.utils.data import DataLoader, TensorDataset
 
 DEFAULTS: dict[str, Any] = {
     "schedule": "gpipe",
@@ -74,6 +74,16 @@ class Chain(LightningModule):
         return kind(self.net.parameters(), **options)
 
 
+class Loader(DataLoader):
+    """Begins its first epoch where a checkpoint was saved; one with a state would be refused."""
+
+    skipped = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self.skipped = self.skipped, 0
+        return islice(super().__iter__(), skipped, None)
+
+
 class Saves(Callback):
     """After chosen batches, counted from the start of the run, in the middle of windows too."""
 
@@ -121,6 +131,8 @@ def train(run: dict[str, Any], stages: int, folder: Path) -> dict[str, Any]:
     )
     # (a process makes the batches, as streamed schedules want it)
     loader = Loader(TensorDataset(samples(run["epoch"])), batch_size=SIZE, num_workers=1)
+    if run["resumes"]:
+        loader.skipped = int(Path(run["resumes"]).stem) % run["epoch"]
     trainer.fit(module, loader, ckpt_path=run["resumes"] or None)
     return {"losses": module.losses, "weights": module.net.state_dict()}
 

@@ -1,7 +1,7 @@
 """Stages that compute in special ways, and real networks: ``python stages_script.py FOLDER``.
 
 Each job is one `fit`; they run one after the other in the same processes. FOLDER holds
-``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``.
+``config.json``; each driver leaves there what it has seen, as ``rank<N>.pt``.
 """
 
 import json
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.networks import Encoder, vqvae
 from lightning_hybrid import Plan
+from tests.ran_here import hear_of_gradients
 
 SEED = 7
 MARK = 20.0
@@ -198,13 +199,11 @@ class Training(LightningModule):
         self.seen: list[Any] = []
         self.gradients: set[str] = set()
 
-    def setup(self, stage: str) -> None:
+    def on_train_start(self) -> None:
+        """Note which parameters get gradients in this process."""
         for name, parameter in self.net.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self.got_gradient, name))
-
-    def got_gradient(self, name: str, _: Tensor) -> None:
-        self.gradients.add(name)
+                hear_of_gradients(parameter, partial(self.gradients.add, name))
 
     def data(self) -> TensorDataset:
         generator = torch.Generator().manual_seed(1)
@@ -304,7 +303,7 @@ def main(folder: Path) -> None:
             "seen": module.seen,
             "weights": module.state_dict(),
             "gradients": module.gradients,
-            "pid": os.getpid(),
+            "parameters": {n for n, p in module.net.named_parameters() if p.requires_grad},
             "pickles": name not in SYNCHRONISED or can_be_pickled(module.trainer),
         }
     torch.save(seen, folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")

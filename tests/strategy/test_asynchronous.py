@@ -30,7 +30,7 @@ def training(folder: Path, staleness: int, **config: Any) -> Training:
 
 
 def train(folder: Path, staleness: int, **config: Any) -> list[dict[str, Any]]:
-    """What each rank has seen."""
+    """What each driver has seen."""
     return training(folder, staleness, **config).run()
 
 

@@ -20,7 +20,7 @@ USUAL = {"replicas": 2, "stages": 1, "speeds": [1.0, 0.43], "samples": 29, "batc
 
 
 def train(folder: Path, **config: Any) -> list[dict[str, Any]]:
-    """What each rank has seen."""
+    """What each driver has seen."""
     return Training(folder, script=SCRIPT, **{**USUAL, "trainer": {}, **config}).run()
 
 
@@ -96,15 +96,14 @@ def test_weights_are_those_of_one_device_with_the_whole_batch(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     config = {**USUAL, **config}
-    ranks = train(tmp_path, **config)
-    assert [rank["error"] for rank in ranks] == [""] * len(ranks)
+    drivers = train(tmp_path, **config)
+    assert [driver["error"] for driver in drivers] == [""] * config["replicas"]
     expected = one_device(config)
-    for rank in ranks:
-        assert_close(rank["weights"], expected)
-    drivers = [rank for rank in ranks if rank["is_driver"]]
+    for driver in drivers:
+        assert_close(driver["weights"], expected)
     assert_each_sample_once(drivers, config, epochs=2)
     # the mean over the epoch counts each sample once, as Lightning weighs by the size of a batch
-    seen = [entry for rank in drivers for entry in rank["seen"] if entry[0] == 1]
+    seen = [entry for driver in drivers for entry in driver["seen"] if entry[0] == 1]
     mean = sum(len(n) * loss for _, n, loss in seen) / sum(len(n) for _, n, _ in seen)
     assert drivers[0]["logged"] == pytest.approx(mean, rel=1e-6)
 

@@ -32,21 +32,23 @@ def marked(shape: tuple[int, int, str], *values: Any) -> Any:
 
 EACH = [marked(shape) for shape in SHAPES]
 RUNS = [marked(shape, name) for shape, names in SHAPES.items() for name in names]
-Ranks = list[dict[str, Any]]
+Runs = Callable[[tuple[int, int, str]], Training]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int, str]], Ranks]:
-    """Train the cases of a shape in one set of processes."""
-    done: dict[tuple[int, int, str], Ranks] = {}
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Train the cases of a shape in one set of processes; ``drivers`` is what these have seen."""
+    done: dict[tuple[int, int, str], Training] = {}
 
-    def run(shape: tuple[int, int, str]) -> Ranks:
+    def run(shape: tuple[int, int, str]) -> Training:
         if shape not in done:
             folder = tmp_path_factory.mktemp("configure_model")
             replicas, stages, kind = shape
-            config = {"cases": SHAPES[shape], "kind": kind}
+            config = {"cases": SHAPES[shape], "kind": kind, "weighs": True}
             training = Training(folder, script=SCRIPT, replicas=replicas, stages=stages, **config)
-            done[shape] = training.run()
+            training.drivers = training.run()
+            assert len(training.drivers) == replicas
+            done[shape] = training
         return done[shape]
 
     return run
@@ -87,49 +89,52 @@ def compared(state: dict[str, torch.Tensor], replicas: int) -> dict[str, torch.T
 
 @pytest.mark.parametrize(("shape", "name"), RUNS)
 def test_trains_as_one_device(runs: Any, tmp_path: Path, shape: Any, name: str) -> None:
-    replicas, stages, _ = shape
-    ranks = [rank[name] for rank in runs(shape)]
+    replicas, *_ = shape
+    drivers = [driver[name] for driver in runs(shape).drivers]
     module, again, tested = one_device(name, tmp_path, replicas)
-    for replica in range(replicas):
-        driver = ranks[replica * stages]
+    for replica, driver in enumerate(drivers):
         assert_same(driver["seen"], module.seen[replica::replicas])
         assert_same(driver["resumed"], again.seen[replica::replicas])
         assert_same(driver["trained again"], again.seen[replica::replicas])
     expected = compared(dict(module.state_dict()), replicas)
-    assert list(ranks[0]["whole"]) == list(module.state_dict())
-    assert_same(compared(ranks[0]["whole"], replicas), expected)
+    first, *others = drivers
+    assert list(first["whole"]) == list(module.state_dict())
+    assert_same(compared(first["whole"], replicas), expected)
     resumed = compared(dict(again.state_dict()), replicas)
-    assert_same(compared(ranks[0]["resumed whole"], replicas), resumed)
-    assert all(rank["whole"] == {} for rank in ranks[1:])
+    assert_same(compared(first["resumed whole"], replicas), resumed)
+    assert all(driver["whole"] == {} for driver in others)
     if replicas == 1:
-        for rank in ranks:
-            assert_same([rank["test"], rank["tested again"]], tested)
-    for rank in ranks:  # the generator stands where it stands on one device
-        assert torch.equal(rank["drawn"], module.drawn)
+        assert_same([first["test"], first["tested again"]], tested)
+    for driver in drivers:  # the generator stands where it stands on one device
+        assert torch.equal(driver["drawn"], module.drawn)
 
 
 @pytest.mark.parametrize("shape", EACH)
-def test_no_rank_holds_the_whole_network(runs: Any, shape: Any) -> None:
-    replicas, stages, _ = shape
-    ranks = [rank["Plain"] for rank in runs(shape)]
-    whole = sum(t.nbytes for t in ranks[0]["whole"].values())
-    names = {name for name, _ in CASES["Plain"]().named_parameters()}
-    for replica in range(replicas):
-        mine = ranks[replica * stages : (replica + 1) * stages]
-        assert sum(rank["held"] for rank in mine) < 1.2 * whole  # the temperature is everywhere
-        assert all(rank["held"] < 0.6 * whole for rank in mine)
-        owned = [set(rank["gradients"]) for rank in mine]
-        assert all(owned)
-        # all but four buffers and the temperature
-        assert sum(map(len, owned)) == len(set().union(*owned)) == len(ranks[0]["whole"]) - 5
-    assert names == {"temperature"}
-    assert len({rank["pid"] for rank in ranks}) == len(ranks)
+def test_no_rank_holds_the_whole_network_while_it_trains(runs: Any, shape: Any) -> None:
+    _, stages, _ = shape
+    training = runs(shape)
+    drivers = [driver["Plain"] for driver in training.drivers]
+    whole = {name: t.nbytes for name, t in drivers[0]["whole"].items()}
+    weights = {*drivers[0]["gradients"]}  # whose hooks are called on the driver
+    assert len(weights) == len(whole) - 5  # all but four buffers and the temperature
+    ran, held = training.ran_on_workers(), training.held_by_workers()
+    for replica, driver in enumerate(drivers):
+        workers = range(replica * stages + 1, (replica + 1) * stages)
+        held_here = [sum(driver["held"].values()), *(held[rank] for rank in workers)]
+        assert sum(held_here) < 1.2 * sum(whole.values())
+        assert all(0 < size < 0.6 * sum(whole.values()) for size in held_here)
+        modules = [ran[rank] for rank in workers]
+        assert all(modules)
+        assert sum(map(len, modules)) == len(set().union(*modules))
+        names = {n.removeprefix("net.") for n in driver["held"]}
+        assert not {n.rpartition(".")[0] for n in names} & set().union(*modules)
+    assert {name for name, _ in CASES["Plain"]().named_parameters()} == {"temperature"}
 
 
 @pytest.mark.parametrize("shape", EACH)
 def test_checkpoints_are_ordinary_ones(runs: Any, shape: Any, tmp_path: Path) -> None:
     replicas, *_ = shape
-    saved = runs(shape)[0]["Plain"]["checkpoints"]
+    saved = runs(shape).drivers[0]["Plain"]["checkpoints"]
     one_device("Plain", tmp_path, replicas)
     for name, found in zip(CHECKPOINTS, saved, strict=True):
         expected = torch.load(tmp_path / name, weights_only=True)

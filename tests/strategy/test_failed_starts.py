@@ -20,7 +20,7 @@ slow = pytest.mark.conformance
 DRIVERS, WORKERS = (0, 2), (1, 3)
 RANKS = {
     **{step: range(4) for step in STEPS if step != "store"},
-    **dict.fromkeys(("drivers", "default", "weights", "session", "command"), DRIVERS),
+    **dict.fromkeys(("drivers", "default", "barrier", "weights", "session", "command"), DRIVERS),
     "serve": WORKERS,
     "rehearsal": [0],
 }
@@ -116,8 +116,8 @@ def test_the_others_do_not_wait_for_the_end_of_a_script_that_has_caught_the_erro
 
 
 @slow
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_that_stops_between_two_runs_is_waited_for_until_the_time_out_and_named(
+@pytest.mark.parametrize("rank", DRIVERS)
+def test_a_driver_that_stops_between_two_runs_is_waited_for_until_the_time_out_and_named(
     tmp_path: Path, rank: int
 ) -> None:
     configure(tmp_path, "stops", rank, timeout_s=5)

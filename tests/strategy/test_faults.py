@@ -34,6 +34,7 @@ SAVING = {
     "checkpoint": {"filename": "{step}", "save_on_exception": True},
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SERVER = ["-m", "lightning_hybrid.worker"]
 LAUNCHES: dict[str, dict[str, Any]] = {
     "script": {},
     "torchrun": {"launcher": TORCHRUN},
@@ -81,6 +82,12 @@ def ready(training: Training, ranks: int) -> dict[int, int]:
     return {int(path.suffix[1:]): int(path.read_text()) for path in found}
 
 
+def servers(members: set[int]) -> dict[int, int]:
+    """Those among these processes that the script has started for workers, by rank."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in members}
+    return {int(c[3]): pid for pid, c in commands.items() if c[1:3] == SERVER}
+
+
 def checkpoints(training: Training) -> list[Path]:
     found = training.folder.glob("checkpoints/step=*.ckpt")
     return sorted(found, key=lambda path: int(path.stem.removeprefix("step=")))
@@ -126,7 +133,7 @@ def end(
 
 
 def ends_told_to_loggers(training: Training) -> dict[int, str]:
-    """What the loggers of each rank were told at the end."""
+    """What the loggers of each driver were told at the end."""
     return {int(path.suffix[1:]): path.read_text() for path in training.folder.glob("ended.*")}
 
 
@@ -154,7 +161,7 @@ EXCEPTIONS = [
     ("training_step", 0, 3),  # the driver, in the user's code
     ("forward", 1, 3),  # a worker, in its stage
     ("backward", 1, 3),
-    ("setup", 1, 3),  # before there are drivers and workers
+    ("setup", 0, 3),  # before there is a network to cut
     ("loader", 0, 9),  # another process still
     ("forward", 0, 3),  # the driver, in its stage
     ("backward", 0, 3),
@@ -176,7 +183,7 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
     training, process = start(stages=2, fault=fault, logger=True, **options)
     output = end(training, process, {process.pid})
     assert process.returncode
-    assert ends_told_to_loggers(training) == {0: "failed", 1: "failed"}
+    assert ends_told_to_loggers(training) == {0: "failed"}
     said = "Caught ValueError in DataLoader" if where == "loader" else "this error is on purpose"
     assert f"ValueError: {said}" in first_error(output), output
     assert "this error is on purpose" in output
@@ -185,7 +192,7 @@ def test_an_exception_ends_all_ranks_and_is_shown_first(
 
 
 UNSEEN = {"network": "unseen", "unseen": 2}
-MEETS = {"network": "meets", "side": 4, "large": 3}  # with dropout
+MEETS = {"network": "meets", "side": 4, "large": 3}
 
 
 @slow
@@ -202,7 +209,7 @@ def test_what_a_check_of_the_network_finds_ends_all_ranks_and_is_shown_first(
     training, process = start(stages=2, logger=True, **config)
     output = end(training, process, {process.pid}, time.monotonic(), more=100)
     assert process.returncode
-    assert ends_told_to_loggers(training) == {0: "failed", 1: "failed"}
+    assert ends_told_to_loggers(training) == {0: "failed"}
     error = first_error(output)
     assert f"NetworkError: Network {words} 4 in training" in error, output
     assert "output of shape" in error
@@ -215,7 +222,9 @@ def test_a_transfer_that_the_backend_refuses_ends_all_ranks_and_is_shown_first(
 ) -> None:
     """The peer waits for a tensor that never comes, and hears of it all the same."""
     fault = {"where": "send", "rank": rank, "step": 7}
-    training, process = start(replicas=replicas, stages=2, fault=fault)
+    # (where each rank runs the script up to its first run, it can change the backend)
+    launcher = [*TORCHRUN[:-1], f"{2 * replicas}"]
+    training, process = start(replicas=replicas, stages=2, fault=fault, launcher=launcher)
     output = end(training, process, {process.pid})
     assert process.returncode
     assert "HybridError: The backend has refused a transfer" in first_error(output), output
@@ -224,7 +233,7 @@ def test_a_transfer_that_the_backend_refuses_ends_all_ranks_and_is_shown_first(
 
 @pytest.mark.parametrize(
     ("replicas", "rank"),
-    [(1, 0), *(pytest.param(2, rank, marks=slow) for rank in range(4))],
+    [(1, 0), (1, 1), *(pytest.param(2, rank, marks=slow) for rank in range(4))],
 )
 def test_a_killed_rank_ends_the_others_and_is_named(
     start: Start, tmp_path: Path, replicas: int, rank: int
@@ -238,8 +247,10 @@ def test_a_killed_rank_ends_the_others_and_is_named(
     os.kill(pids[rank], signal.SIGKILL)
     output = end(training, process, members, killed)
     assert process.returncode
-    assert ends_told_to_loggers(training) == dict.fromkeys(pids.keys() - {rank}, "failed")
-    assert f"Lost rank {rank} " in first_error(output), output
+    drivers = {*range(0, replicas * 2, 2)} - {rank}
+    assert ends_told_to_loggers(training) == dict.fromkeys(drivers, "failed")
+    if drivers:  # else the user's shell names it
+        assert f"Lost rank {rank} " in first_error(output), output
     if replicas == 1:
         assert_resumes(training, tmp_path)
 
@@ -288,13 +299,15 @@ def test_a_killed_rank_with_several_stages_ends_the_others_and_is_named(
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_rank_ends_the_others_with_batches_under_way(start: Start, rank: int) -> None:
     training, process = start(stages=3, schedule="fdg", microbatches=1, loader_processes=1)
-    pids = ready(training, 3)
+    pids = ready(training, 1)  # no operation of the test runs on workers
     members = family(process.pid)
+    pids |= servers(members)
     killed = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
     output = end(training, process, members, killed)
     assert process.returncode
-    assert f"Lost rank {rank} " in first_error(output), output
+    if rank:  # else the user's shell names it
+        assert f"Lost rank {rank} " in first_error(output), output
 
 
 @slow
@@ -320,8 +333,11 @@ def test_a_rank_that_stops_answering_ends_the_others_and_is_named(start: Start, 
         os.kill(pids[0], signal.SIGCONT)
     output = end(training, process, members, stopped + 5)
     assert process.returncode
-    assert f"Lost rank {rank} " in first_error(output), output
-    assert "stopped answering" in first_error(output)
+    if rank == 0:
+        assert "rank 1 (worker) ends: rank 0 has stopped answering" in output
+    else:
+        assert "Lost rank 1 " in first_error(output), output
+        assert "stopped answering" in first_error(output)
 
 
 @slow
@@ -431,7 +447,7 @@ def test_a_killed_loader_process_ends_all_ranks(start: Start) -> None:
 
 
 @slow
-def test_a_data_set_that_cannot_be_pickled_is_named_by_every_rank(start: Start) -> None:
+def test_a_data_set_that_cannot_be_pickled_ends_all_ranks_and_is_named(start: Start) -> None:
     since = time.monotonic() + 60  # it is sent to the loader's process before the first step
     config = {"loader_processes": 1, "loader_start": "spawn", "unpicklable": True}
     training, process = start(stages=2, **config)
@@ -439,6 +455,3 @@ def test_a_data_set_that_cannot_be_pickled_is_named_by_every_rank(start: Start) 
     assert process.returncode
     reason = "AttributeError: Can't pickle local object 'data.<locals>.<lambda>'"
     assert reason in first_error(output), output
-    [worker] = [line for line in output.splitlines() if line.startswith("rank 1 (worker")]
-    assert "rank 0 (driver" in worker
-    assert reason in worker

@@ -1,7 +1,6 @@
 """Several stages on one device train as one device does."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ pytestmark = [
     # Lightning's advice on workers of loaders
     pytest.mark.filterwarnings("ignore"),
 ]
-Train = Callable[..., list[dict[str, Any]]]
 RANDOM = {"network": "dropout", "side": 4}
 BATCH_NORM = {"network": "resattnet", "side": 24, "batch": 4, "samples": 16, "steps": 6}
 CASES: dict[str, tuple[int, list[int], dict[str, Any]]] = {
@@ -33,9 +31,9 @@ CASES: dict[str, tuple[int, list[int], dict[str, Any]]] = {
 
 
 def assert_trains_as_one_device(
-    train: Train, replicas: int, devices: list[int], settings: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Train in float64 and compare losses and weights. Returns what each rank has seen."""
+    folder: Path, replicas: int, devices: list[int], settings: dict[str, Any]
+) -> tuple[Training, list[dict[str, Any]]]:
+    """Train in float64 and compare losses and weights. Returns what each driver has seen, too."""
     config = {
         **DEFAULTS,
         **settings,
@@ -45,30 +43,34 @@ def assert_trains_as_one_device(
         "devices": devices,
     }
     losses, weights = one_device(config)
-    ranks = train(**config)
-    for replica in range(replicas):
-        found = ranks[replica * config["stages"]]["losses"]
-        assert torch.tensor(found) == pytest.approx(torch.tensor(losses[replica]), abs=1e-10)
-    for rank in ranks:
-        for part, value in rank["weights"].items():
+    training = Training(folder, **config)
+    drivers = training.run()
+    for driver, expected in zip(drivers, losses, strict=True):
+        assert torch.tensor(driver["losses"]) == pytest.approx(torch.tensor(expected), abs=1e-10)
+        for part, value in driver["weights"].items():
             torch.testing.assert_close(value, weights[part], rtol=1e-10, atol=1e-10, msg=part)
-    assert_each_stage_worked_alone(ranks, config)
-    return ranks
+    assert_each_stage_worked_alone(training, drivers)
+    return training, drivers
 
 
 @pytest.mark.conformance
-def test_devices_that_take_turns_train_as_one_device(train: Train) -> None:
+def test_devices_that_take_turns_train_as_one_device(tmp_path: Path) -> None:
     """Two replicas of a loop; each device trains the stages that the plan gives it."""
-    ranks = assert_trains_as_one_device(train, 2, [1, 0, 1, 0], {})
-    owned = [{n.rpartition(".")[0] for n in rank["gradients"]} for rank in ranks]
-    assert owned == 2 * [{"first", "head"}, {"stem", "norm", "second"}]
-    assert "2 replicas x 2 devices with 4 stages = 4 devices" in ranks[0]["plan"]
+    training, drivers = assert_trains_as_one_device(tmp_path, 2, [1, 0, 1, 0], {})
+    assert [owned(driver) for driver in drivers] == 2 * [{"first", "head"}]
+    assert training.ran_on_workers() == {rank: {"stem", "norm", "second"} for rank in (1, 3)}
+    assert "2 replicas x 2 devices with 4 stages = 4 devices" in drivers[0]["plan"]
+
+
+def owned(driver: dict[str, Any]) -> set[str]:
+    """The modules whose parameters have got gradients there."""
+    return {name.rpartition(".")[0] for name in driver["gradients"]}
 
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", CASES)
-def test_any_placement_trains_as_one_device(train: Train, name: str) -> None:
-    assert_trains_as_one_device(train, *CASES[name])
+def test_any_placement_trains_as_one_device(tmp_path: Path, name: str) -> None:
+    assert_trains_as_one_device(tmp_path, *CASES[name])
 
 
 @pytest.mark.conformance
@@ -85,25 +87,24 @@ def test_gabra_may_give_a_device_several_stages(tmp_path: Path) -> None:
     }
     alone = {**config, "strategy": "auto", "after": "best"}
     _, expected = train(alone, tmp_path / "one")
-    ranks = Training(
-        tmp_path / "free",
-        **{**config, "stages": 2, "plan": None, "contiguous": False, "after": "best"},
-    ).run()
+    free = {"stages": 2, "plan": None, "contiguous": False, "after": "best"}
+    training = Training(tmp_path / "free", **{**config, **free})
+    [driver] = training.run()
     path = tmp_path / "free/checkpoints/step=6.ckpt"
     _, resumed = train({**alone, "after": None, "ckpt_path": str(path)}, tmp_path / "resumed")
 
     def assert_close(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
-    for rank in ranks:
-        # by what was measured the best chain may be shorter than what was bred
-        assert re.search("allocation: (gabra|dynamic)", rank["plan"])
-        assert_close(dict(rank["weights"]), dict(expected["weights"]))
-        assert_close(rank["validation"], expected["validation"])
-        assert_close(torch.cat(rank["predictions"]), torch.cat(expected["predictions"]))
-    assert_close(ranks[0]["losses"], expected["losses"])
+    # by what was measured the best chain may be shorter than what was bred
+    assert re.search("allocation: (gabra|dynamic)", driver["plan"])
+    assert_close(dict(driver["weights"]), dict(expected["weights"]))
+    assert_close(driver["validation"], expected["validation"])
+    assert_close(torch.cat(driver["predictions"]), torch.cat(expected["predictions"]))
+    assert_close(driver["losses"], expected["losses"])
     assert_close(resumed["losses"], expected["losses"][6:])
     assert_close(dict(resumed["weights"]), dict(expected["weights"]))
-    owned = [set(rank["gradients"]) for rank in ranks]
-    assert all(owned)
-    assert not owned[0] & owned[1]
+    [ran] = training.ran_on_workers().values()
+    assert ran
+    assert owned(driver)
+    assert not ran & owned(driver)

@@ -1,4 +1,4 @@
-"""Every way to start the processes trains alike, and the script goes on alike on every rank."""
+"""Every way to start the processes trains alike, and the script goes on as on one device."""
 
 import os
 import shutil
@@ -40,8 +40,8 @@ LATER_LINES = {
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 LAUNCHES: dict[str, dict[str, Any]] = {
     # by name alone: the sizes are chosen
-    "spawn": {"strategy": "hybrid_gabra_spawn", "processes": 1},
-    "fork": {"strategy": "hybrid_gabra_fork", "processes": 1},
+    "spawn": {"strategy": "hybrid_gabra_spawn"},
+    "fork": {"strategy": "hybrid_gabra_fork"},
     "torchrun": {"strategy": "hybrid_gabra", "launcher": TORCHRUN},
 }
 
@@ -59,15 +59,18 @@ def two_devices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return Training(tmp_path_factory.mktemp("ddp"), **config).run()[0]
 
 
-@pytest.fixture(scope="module", params=["served", "torchrun"])
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """All processes of a script that runs once, or once on each of two ranks."""
-    once = {"processes": 1, "served": True}
-    launch = once if request.param == "served" else {"launcher": TORCHRUN}
-    folder = tmp_path_factory.mktemp(request.param)
-    return Training(folder, **CONFIG, **LATER_LINES, **launch).launch()
+@pytest.fixture(scope="module", params=["script", "torchrun"])
+def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """That of a script that runs once, or is started on each of two ranks."""
+    launch = {"launcher": TORCHRUN} if request.param == "torchrun" else {}
+    return Training(tmp_path_factory.mktemp(request.param), **CONFIG, **LATER_LINES, **launch)
+
+
+@pytest.fixture(scope="module")
+def driver(training: Training) -> dict[str, Any]:
+    """What the only process has seen that comes to the end of the script."""
+    [driver] = training.launch()
+    return driver
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -79,55 +82,53 @@ def test_every_launch_trains_as_one_device_or_as_ddp(
     one_device: dict[str, Any], two_devices: dict[str, Any], tmp_path: Path, launch: str
 ) -> None:
     run = Training(tmp_path, **{**CONFIG, **LAUNCHES[launch]})
-    ranks = run.launch()
+    drivers = run.launch()
+    assert drivers
     assert "Chosen for 2 devices: " in run.output
     expected = (
         two_devices if "Chosen for 2 devices: 2 replicas x 1 stage" in run.output else one_device
     )
-    for rank in ranks:
-        assert_same(dict(rank["weights"]), dict(expected["weights"]))
-        assert_same(rank["metrics"], expected["metrics"])
-        assert Path(rank["best"]).is_file()
+    for driver in drivers:
+        assert_same(dict(driver["weights"]), dict(expected["weights"]))
+        assert_same(driver["metrics"], expected["metrics"])
+        assert Path(driver["best"]).is_file()
 
 
-def test_later_lines_see_on_every_rank_what_one_device_sees(
-    one_device: dict[str, Any], ranks: list[dict[str, Any]]
+def test_later_lines_see_what_one_device_sees(
+    one_device: dict[str, Any], driver: dict[str, Any]
 ) -> None:
-    for rank in ranks:
-        assert_same(dict(rank["weights"]), dict(one_device["weights"]))
-        for key in ("metrics", "validation", "test", "predictions", "random", "step", "epoch"):
-            assert_same(rank[key], one_device[key])
-        assert Path(rank["best"]).name == Path(one_device["best"]).name
-    assert len({rank["best"] for rank in ranks}) == 1
-    assert all(torch.equal(rank["random"], ranks[0]["random"]) for rank in ranks)
+    assert_same(dict(driver["weights"]), dict(one_device["weights"]))
+    for key in ("metrics", "validation", "test", "predictions", "random", "step", "epoch"):
+        assert_same(driver[key], one_device[key])
+    assert Path(driver["best"]).name == Path(one_device["best"]).name
 
 
-def test_a_trainer_can_fit_again(one_device: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    expected = one_device["again"]
-    assert_same(ranks[0]["again"]["losses"], expected["losses"])
-    for rank in ranks:
-        assert rank["again"]["step"] == STEPS + MORE_STEPS
-        assert_same(dict(rank["again"]["weights"]), dict(expected["weights"]))
+def test_a_trainer_can_fit_again(one_device: dict[str, Any], driver: dict[str, Any]) -> None:
+    expected, again = one_device["again"], driver["again"]
+    assert_same(again["losses"], expected["losses"])
+    assert again["step"] == STEPS + MORE_STEPS
+    assert_same(dict(again["weights"]), dict(expected["weights"]))
 
 
-def test_a_second_trainer_works_in_the_same_processes(ranks: list[dict[str, Any]]) -> None:
-    driver, *workers = (rank["then"] for rank in ranks)
-    assert driver["pid"] == ranks[0]["pid"]
-    assert len(driver["losses"]) == STEPS
-    for worker in workers:
-        assert_same(dict(driver["weights"]), dict(worker["weights"]))
+def test_a_second_trainer_works_in_the_same_processes(
+    training: Training, driver: dict[str, Any]
+) -> None:
+    assert driver["then"]["pid"] == driver["pid"]
+    assert len(driver["then"]["losses"]) == STEPS
+    # one process has computed stages of both networks, and has counted on
+    [ran] = training.ran_on_workers().values()
+    assert {"stem", "layers.1"} <= ran
 
 
 FOUR = {**DEFAULTS, "dtype": "float64", "replicas": 2, "stages": 2, "steps": 5}
 
 
-def assert_trained(ranks: list[dict[str, Any]], config: dict[str, Any] = FOUR) -> None:
-    """All ranks hold what one device computes."""
+def assert_trained(drivers: list[dict[str, Any]], config: dict[str, Any] = FOUR) -> None:
+    """All drivers hold what one device computes."""
     losses, weights = one_device_of(config)
-    for replica, rank in enumerate(ranks[::2]):
-        assert_same(rank["losses"], losses[replica])
-    for rank in ranks:
-        assert_same(dict(rank["weights"]), dict(weights))
+    for driver, expected in zip(drivers, losses, strict=True):
+        assert_same(driver["losses"], expected)
+        assert_same(dict(driver["weights"]), dict(weights))
 
 
 def test_slurm_starts_the_processes(tmp_path: Path) -> None:
@@ -179,14 +180,6 @@ def test_kubeflow_starts_the_processes(tmp_path: Path) -> None:
 
 def test_a_script_may_have_met_the_others_in_a_default_group_of_its_own(tmp_path: Path) -> None:
     assert_trained(pods(tmp_path, default_group=True), TWO)
-
-
-def test_ray_starts_the_processes(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
-    environment = "ray.train.lightning:RayLightningEnvironment"
-    training = Training(tmp_path, environments=[environment], **TWO)
-    training.script = training.script.with_name("ray_script.py")
-    assert_trained(training.launch(), TWO)
 
 
 def test_torchrun_starts_the_processes_of_several_nodes(tmp_path: Path) -> None:

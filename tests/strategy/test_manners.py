@@ -1,5 +1,7 @@
 """Errors that a script catches, threads, copies: as users know it from one device."""
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 SCRIPT = Path(__file__).with_name("manners_script.py")
 slow = pytest.mark.conformance
 FAULTS: dict[str, dict[str, Any]] = {
-    # on a worker before its stage runs; the first one, since an operator stays once it is there
-    "operator": {"where": "operator", "rank": 1},
     "training_step": {"where": "training_step", "rank": 0},
-    "stage": {"where": "stage", "rank": 1},
-    "setup of one": {"where": "setup", "rank": 1},
+    "stage": {"where": "stage", "rank": 1},  # or another worker
+    "setup of one": {"where": "setup", "rank": 2},  # a driver, where there are two replicas
     "setup of all": {"where": "setup", "rank": None},
     "configure_optimizers": {"where": "configure_optimizers", "rank": 0},
 }
-OF_WORKERS = ("stage", "operator")
-Ranks = list[dict[str, Any]]
+UNTRAINED = ("setup of one", "setup of all", "configure_optimizers")
+Drivers = list[dict[str, Any]]
 
 
 @pytest.fixture(
@@ -32,71 +32,82 @@ Ranks = list[dict[str, Any]]
 def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Training:
     replicas, stages = request.param
     folder = tmp_path_factory.mktemp("manners")
-    options = {"replicas": replicas, "stages": stages, "faults": FAULTS}
+    faults = {name: fault for name, fault in FAULTS.items() if replicas > 1 or fault["rank"] != 2}
+    options = {"replicas": replicas, "stages": stages, "faults": faults}
     training = Training(folder, script=SCRIPT, **options)
     training.seen = training.launch() if replicas > 1 else training.run()
+    assert len(training.seen) == replicas
     return training
 
 
 @pytest.fixture
-def ranks(training: Any) -> Ranks:
-    """What each rank has seen, in one script with all faults."""
+def drivers(training: Any) -> Drivers:
+    """What each driver has seen, in one script with all faults."""
     return training.seen
+
+
+@pytest.fixture(params=FAULTS)
+def fault(request: pytest.FixtureRequest, training: Training) -> str:
+    if request.param not in training.config["faults"]:
+        pytest.skip("there is one driver")
+    return request.param
 
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    faults = {n: {**fault, "rank": None} for n, fault in FAULTS.items() if n not in OF_WORKERS}
+    faults = {name: {**fault, "rank": None} for name, fault in FAULTS.items()}
     config = {**DEFAULTS, "strategy": "auto", "stages": 1, "faults": faults}
-    return manners_script.run(config, tmp_path_factory.mktemp("one_device"))
+    folder = tmp_path_factory.mktemp("one_device")
+    with contextlib.chdir(folder):
+        return manners_script.run(config, folder)
 
 
 def assert_equal(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_rank_can_catch_what_one_has_raised(ranks: Ranks, fault: str) -> None:
-    where = FAULTS[fault]["where"]
-    for number, rank in enumerate(ranks):
-        expected = "manners::same" if where == "operator" else f"on purpose in {where}"
-        assert expected in rank[fault]["caught"]
-        if FAULTS[fault]["rank"] not in (None, number):
-            assert f"rank {FAULTS[fault]['rank']} (" in rank[fault]["cause"]
-            assert "Traceback" in rank[fault]["cause"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_was_trained_before_an_error_is_on_every_rank(
-    ranks: Ranks, training: Training, one_device: dict[str, Any], fault: str
+def test_every_driver_can_catch_what_a_rank_has_raised(
+    drivers: Drivers, training: Training, fault: str
 ) -> None:
-    of_first_replica = ranks[: training.config["stages"]]
-    for rank in of_first_replica:
-        assert_equal(rank[fault]["left"], ranks[0][fault]["left"])
-    if training.config["replicas"] == 1 and fault not in OF_WORKERS:
-        assert_equal(ranks[0][fault]["left"], one_device[fault]["left"])
+    where, rank = FAULTS[fault].values()
+    stages = training.config["stages"]
+    for replica, driver in enumerate(drivers):
+        assert f"on purpose in {where}" in driver[fault]["caught"]
+        if rank not in (None, replica * stages):
+            place = r"rank \d \(worker" if where == "stage" else rf"rank {rank} \(driver"
+            assert re.search(place, driver[fault]["cause"])
+            assert "Traceback" in driver[fault]["cause"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+def test_what_was_trained_before_an_error_is_on_the_driver(
+    drivers: Drivers, one_device: dict[str, Any], fault: str
+) -> None:
+    if len(drivers) == 1 or fault in UNTRAINED:
+        for driver in drivers:
+            assert_equal(driver[fault]["left"], one_device[fault]["left"])
+
+
 def test_all_ranks_train_on_after_an_error(
-    ranks: Ranks, training: Training, one_device: dict[str, Any], fault: str
+    drivers: Drivers, one_device: dict[str, Any], fault: str
 ) -> None:
-    for rank in ranks:
-        assert_equal(rank[fault]["weights"], ranks[0][fault]["weights"])
-        assert len(rank[fault]["losses"]) == STEPS
-    if training.config["replicas"] == 1 and fault not in OF_WORKERS:
-        assert_equal(ranks[0][fault]["losses"], one_device[fault]["losses"])
-        assert_equal(ranks[0][fault]["weights"], one_device[fault]["weights"])
+    for driver in drivers:
+        assert_equal(driver[fault]["weights"], drivers[0][fault]["weights"])
+        assert len(driver[fault]["losses"]) == STEPS
+    lacking = {driver[fault].get("refused") for driver in drivers}
+    assert len(lacking) == 1
+    assert lacking == {None} or any(driver[fault]["left"] is None for driver in drivers)
+    if len(drivers) == 1:
+        assert lacking == {None}
+        assert_equal(drivers[0][fault]["losses"], one_device[fault]["losses"])
+        assert_equal(drivers[0][fault]["weights"], one_device[fault]["weights"])
 
 
-def test_no_thread_of_ours_outlives_a_run(ranks: Ranks) -> None:
-    for rank in ranks:
-        assert [seen["threads"] for seen in rank.values()] == [[]] * len(rank)
+def test_no_thread_of_ours_outlives_a_run(drivers: Drivers) -> None:
+    for driver in drivers:
+        assert [seen["threads"] for seen in driver.values()] == [[]] * len(driver)
 
 
-def test_callbacks_can_be_copied_in_a_hook(
-    ranks: Ranks, training: Training, one_device: dict[str, Any]
-) -> None:
-    assert ranks[0]["copies"]["copies"] == one_device["copies"]["copies"] > 0
-    if training.config["replicas"] == 1:
-        assert_equal(ranks[0]["copies"]["weights"], one_device["copies"]["weights"])
+def test_callbacks_can_be_copied_in_a_hook(drivers: Drivers, one_device: dict[str, Any]) -> None:
+    assert drivers[0]["copies"]["copies"] == one_device["copies"]["copies"] > 0
+    if len(drivers) == 1:
+        assert_equal(drivers[0]["copies"]["weights"], one_device["copies"]["weights"])

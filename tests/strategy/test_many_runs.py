@@ -28,15 +28,15 @@ pytestmark = [
 ]
 SCRIPT = Path(__file__).with_name("runs_script.py")
 Seen = list[dict[str, Any]]
-"""Of each run, on one rank."""
+"""Of each run, on the driver."""
 
 
 def write(folder: Path, stages: int, runs: Sequence[dict[str, Any]]) -> None:
     (folder / "runs.json").write_text(json.dumps({"stages": stages, "runs": runs}))
 
 
-def run_all(folder: Path, stages: int, runs: Sequence[dict[str, Any]]) -> list[Seen]:
-    """Train all of them in one group of processes. Returns what each rank has seen."""
+def run_all(folder: Path, stages: int, runs: Sequence[dict[str, Any]]) -> Seen:
+    """Train all of them in one group of processes. Returns what the driver has seen."""
     write(folder, stages, runs)
     output = folder / "output.txt"
     command = [str(SCRIPT), str(folder)]
@@ -47,7 +47,8 @@ def run_all(folder: Path, stages: int, runs: Sequence[dict[str, Any]]) -> list[S
     finally:
         for process in ranks:
             process.kill()
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(stages)]
+    seen: Seen = torch.load(folder / "rank0.pt", weights_only=False)
+    return seen
 
 
 def square_gradient(output: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def by_formula(run: dict[str, Any], stages: int, dtype: torch.dtype) -> nn.Seque
 
 
 def assert_close(seen: dict[str, Any], expected: nn.Module, tolerance: float, name: Any) -> None:
-    """Weights that a rank has at the end of a run."""
+    """Weights that the driver has at the end of a run."""
     for key, value in expected.state_dict().items():
         far = (seen["weights"][key] - value).abs().max().item()
         assert far <= tolerance, f"{name}, {key}: off by {far}"
@@ -90,9 +91,8 @@ def test_delayed_processes_train_as_their_formulas(tmp_path: Path, stages: int) 
     """All combinations in one group of processes, 30 steps each."""
     names = ("schedule", "weights", "optimizer")
     runs = [dict(zip(names, each)) for each in DELAYED]
-    for rank in run_all(tmp_path, stages, runs):
-        for run, seen in zip(runs, rank, strict=True):
-            assert_close(seen, by_formula(run, stages, torch.float64), 1e-9, run)
+    for run, seen in zip(runs, run_all(tmp_path, stages, runs), strict=True):
+        assert_close(seen, by_formula(run, stages, torch.float64), 1e-9, run)
 
 
 def by_autograd(run: dict[str, Any], ahead: Sequence[int]) -> tuple[list[float], nn.Sequential]:
@@ -140,14 +140,12 @@ def test_delayed_processes_train_in_each_precision(tmp_path: Path) -> None:
     names = ("schedule", "precision", "optimizer")
     combinations = product(["pipedream", "fdg"], PRECISIONS, ["momentum", "AdamW"])
     runs = [dict(zip(names, each)) for each in combinations]
-    ranks = run_all(tmp_path, 3, runs)
-    for number, run in enumerate(runs):
+    for run, seen in zip(runs, run_all(tmp_path, 3, runs), strict=True):
         dtype, tolerance = PRECISIONS[run["precision"]]
         losses, net = by_autograd(run, STREAMED[run["schedule"]].look_aheads(3))
-        assert ranks[0][number]["losses"] == pytest.approx(losses, abs=tolerance), run
-        for rank in ranks:
-            assert {value.dtype for value in rank[number]["weights"].values()} == {dtype}
-            assert_close(rank[number], net, tolerance, run)
+        assert seen["losses"] == pytest.approx(losses, abs=tolerance), run
+        assert {value.dtype for value in seen["weights"].values()} == {dtype}
+        assert_close(seen, net, tolerance, run)
 
 
 def resumed(run: dict[str, Any], folder: Path, number: int) -> dict[str, Any]:
@@ -166,13 +164,11 @@ def test_every_checkpoint_of_a_delayed_run_goes_on_as_the_run_did(
     run = {"schedule": schedule, "weights": weights, "optimizer": "AdamW"}
     run |= {"steps": 16, "epoch": 10, "saves_after": after, "saves_to": f"{tmp_path}"}
     runs = [run, *(resumed(run, tmp_path, number) for number in after)]
-    ranks = run_all(tmp_path, 3, runs)
-    for whole, *parts in ranks:
-        for number, part in zip(after, parts, strict=True):
-            if whole is ranks[0][0]:  # where the user's steps run
-                assert part["losses"] == pytest.approx(whole["losses"][number:], abs=1e-12)
-            for key, value in part["weights"].items():
-                torch.testing.assert_close(value, whole["weights"][key], rtol=0, atol=1e-12)
+    whole, *parts = run_all(tmp_path, 3, runs)
+    for number, part in zip(after, parts, strict=True):
+        assert part["losses"] == pytest.approx(whole["losses"][number:], abs=1e-12)
+        for key, value in part["weights"].items():
+            torch.testing.assert_close(value, whole["weights"][key], rtol=0, atol=1e-12)
 
 
 def test_1f1b_saves_and_resumes_in_the_middle_of_a_window_as_one_device_does(
@@ -183,17 +179,15 @@ def test_1f1b_saves_and_resumes_in_the_middle_of_a_window_as_one_device_does(
     run: dict[str, Any] = {"schedule": "1f1b_stream", "optimizer": "AdamW", "window": 4}
     run |= {"steps": 6, "epoch": 10, "saves_after": after, "saves_to": f"{tmp_path}"}
     runs = [run, *(resumed(run, tmp_path, number) for number in after)]
-    ranks = run_all(tmp_path, 3, runs)
+    seen = run_all(tmp_path, 3, runs)
     undisturbed = {**run, "saves_after": []}
     torch.set_num_threads(1)
     expected = [train(each, 1, tmp_path) for each in [undisturbed, *runs[1:]]]
-    for rank in ranks:
-        for number, (found, wanted) in enumerate(zip(rank, expected, strict=True)):
-            if rank is ranks[0]:
-                assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-12), number
-            for key, value in wanted["weights"].items():
-                torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-12)
+    for number, (found, wanted) in enumerate(zip(seen, expected, strict=True)):
+        assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-12), number
+        for key, value in wanted["weights"].items():
+            torch.testing.assert_close(found["weights"][key], value, rtol=0, atol=1e-12)
     # a window that has been saved whole goes on as if nothing had been
     for number in (4, 10):
-        rest = ranks[0][1 + after.index(number)]
-        assert rest["losses"] == pytest.approx(ranks[0][0]["losses"][number:], abs=1e-12)
+        rest = seen[1 + after.index(number)]
+        assert rest["losses"] == pytest.approx(seen[0]["losses"][number:], abs=1e-12)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO
-from lightning.pytorch.plugins.environments import KubeflowEnvironment
+from lightning.pytorch.plugins.environments import KubeflowEnvironment, LightningEnvironment
 from torch import nn
 
 from lightning_hybrid import HybridGabraStrategy, Plan, Search, Sharded
@@ -20,6 +20,7 @@ from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import HybridError, PlanError
+from lightning_hybrid.process import Servers
 from lightning_hybrid.stage import StageOptions
 from lightning_hybrid.strategy import refusals
 from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
@@ -82,16 +83,17 @@ def test_processes_that_a_cluster_has_started_are_those_that_the_trainer_wants(
         trainer.fit(BoringModel())
 
 
-def test_a_report_to_ray_in_a_hook_is_refused_with_stages() -> None:
-    """`RayTrainReportCallback`, for which all workers of Ray would have to run callbacks."""
+def test_stages_are_refused_under_ray() -> None:
+    """Stages under Ray Train, which waits for the functions of all its processes."""
 
-    class RayTrainReportCallback(Callback):
+    class RayLightningEnvironment(LightningEnvironment):
         pass
 
-    trainer: Any = SimpleNamespace(callbacks=[type("Mine", (RayTrainReportCallback,), {})()])
-    refusals.refuse_callbacks(trainer, replicas=2, stages=1)
-    with pytest.raises(PlanError, match=r"Mine calls ray.train.report, .* after fit"):
-        refusals.refuse_callbacks(trainer, replicas=1, stages=2)
+    strategy = SimpleNamespace(cluster_environment=RayLightningEnvironment())
+    trainer: Any = SimpleNamespace(callbacks=[], strategy=strategy)
+    refusals.refuse_sizes(trainer, replicas=2, stages=1)
+    with pytest.raises(PlanError, match=r"2 stages: Ray waits .* Start the script with torchrun"):
+        refusals.refuse_sizes(trainer, replicas=1, stages=2)
 
 
 @pytest.mark.conformance
@@ -113,9 +115,10 @@ def test_other_ranks_do_not_start_without_a_file(
 ) -> None:
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__=file))
     monkeypatch.setattr(sys, "argv", ["-"])
-    run = trainer(2, data_parallel_size=2)
+    run = trainer(4, data_parallel_size=2)
     with pytest.raises(HybridError, match=r"cannot be started again.*sys.argv\[0\] is '-'"):
         run.fit(BoringModel())
+    assert not Servers.ranks  # nobody was started: another Trainer may have other sizes
 
 
 def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is_named(
@@ -137,7 +140,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
         HybridSubprocessLauncher, "_call_children_scripts", lambda _: started.append("ranks")
     )
     with pytest.raises(PlanError, match=r"Model has 0.004 GB of weights") as error:
-        trainer(4, pipeline_parallel_size=2).fit(Model(1000))
+        trainer(4, data_parallel_size=4).fit(Model(1000))
     assert started == []
     text = str(error.value)
     assert "the other 3 would need 0.012 GB, and 0.009 GB is free" in text

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import USUAL
+from conftest import USUAL, Training
 
 from lightning_hybrid.process.faults import GRACE_S
 
@@ -98,3 +98,14 @@ def test_servers_end_with_their_driver(tmp_path: Path) -> None:
     while Path(f"/proc/{server}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not Path(f"/proc/{server}").exists()
+
+
+@pytest.mark.conformance
+def test_drivers_stay_drivers_where_speeds_would_make_one_of_them_a_worker(tmp_path: Path) -> None:
+    """By their speeds ranks 0 and 1 would have stage 0 of the two replicas; rank 2 drives."""
+    config: dict[str, Any] = {"capacity": [2, 1, 1, 2], "steps": 4, "timeout_s": 120}
+    drivers = Training(tmp_path, replicas=2, stages=2, **config).launch()
+    assert len({driver["cluster"].order for driver in drivers}) == 1
+    assert [driver["coordinates"] for driver in drivers] == [
+        f"rank {2 * replica} (driver, replica {replica}, stage 1)" for replica in range(2)
+    ]

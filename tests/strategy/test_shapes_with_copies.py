@@ -1,11 +1,12 @@
 """Copies of a stage, in processes: the numbers of one device, and the same bits in all owners."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEFAULTS
+from conftest import DEFAULTS, Training
 from test_exact_training import SETTINGS, one_device
 
 from lightning_hybrid import BySpeed, Equal, HybridGabraStrategy, Plan, Search, Sharded
@@ -39,7 +40,7 @@ slow = pytest.mark.conformance
     ],
 )
 def test_losses_and_weights_are_those_of_one_device(
-    train: Train, replicas: int, copies: tuple[int, ...], network: str
+    tmp_path: Path, replicas: int, copies: tuple[int, ...], network: str
 ) -> None:
     config = {
         **DEFAULTS,
@@ -53,15 +54,14 @@ def test_losses_and_weights_are_those_of_one_device(
     if network != "resattnet":
         config |= {"microbatches": 5, "batch": 5, "samples": 20 * replicas}
     losses, weights = one_device(config)
-    ranks = train(**config, copies=copies)
-    for replica in range(replicas):
-        found = ranks[replica * sum(copies)]["losses"]
-        assert torch.tensor(found) == pytest.approx(torch.tensor(losses[replica]), abs=1e-10)
-    for rank in ranks:
-        for name, value in rank["weights"].items():
+    training = Training(tmp_path, **config, copies=copies)
+    for driver, expected in zip(training.run(), losses, strict=True):
+        found = torch.tensor(driver["losses"])
+        assert found == pytest.approx(torch.tensor(expected), abs=1e-10)
+        for name, value in driver["weights"].items():
             torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
-    names = [{*rank["gradients"]} for rank in ranks[: sum(copies)]]
-    stages = [[names[rank] for rank in owners if rank] for owners in owners_of(copies)]
+    ran = training.ran_on_workers()
+    stages = [[ran[rank] for rank in owners if rank] for owners in owners_of(copies)]
     workers = [each for each in stages if each]
     assert all(len(set(map(frozenset, each))) == 1 for each in workers)  # on the same weights
     assert not set.intersection(*(each[0] for each in workers)) or len(workers) == 1
@@ -84,7 +84,7 @@ def test_cuts_that_are_chosen_for_a_shape_give_the_numbers_of_one_device(
     losses, weights = one_device(config)
     ranks = train(**config, copies=copies, plan=None)
     assert ranks[0]["losses"] == pytest.approx(losses[0], abs=1e-10)
-    for name, value in ranks[1]["weights"].items():
+    for name, value in ranks[0]["weights"].items():
         torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
     assert "-".join(map(str, copies)) in ranks[0]["plan"]
 

@@ -34,16 +34,16 @@ pytestmark = [
 SCRIPT = Path(__file__).with_name("stages_script.py")
 FAST = {name: PRECISIONS[name] for name in ("bf16-mixed", "16-mixed", "overflow")}
 SLOW = {name: job for name, job in PRECISIONS.items() if name not in FAST}
-Ranks = list[dict[str, Any]]
-Runs = Callable[[int, int, str], Ranks]
+Drivers = list[dict[str, Any]]
+Runs = Callable[[int, int, str], Drivers]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Run several jobs in one set of processes, once per shape and set of jobs."""
-    done: dict[Any, Ranks] = {}
+    done: dict[Any, Drivers] = {}
 
-    def run(replicas: int, stages: int, name: str) -> Ranks:
+    def run(replicas: int, stages: int, name: str) -> Drivers:
         sets = FAST, SLOW, REAL, COMPILED, IN_REPLICAS, FREE
         jobs = next(jobs for jobs in sets if name in jobs)
         key = replicas, stages, *jobs
@@ -56,8 +56,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run
 
 
-def one_device(name: str, folder: Path, replicas: int = 1, **options: Any) -> Training:
-    """Plain Lightning, the network once per micro-batch.
+def one_device(
+    name: str, folder: Path, replicas: int = 1, *, whole: bool = False, **options: Any
+) -> Training:
+    """Plain Lightning, the network once per micro-batch, or once per batch.
 
     With several replicas, a batch is that of all of them, and its micro-batch i is made of the
     replicas' micro-batches i.
@@ -69,7 +71,8 @@ def one_device(name: str, folder: Path, replicas: int = 1, **options: Any) -> Tr
         original = net.forward
 
         def forward(*arguments: Tensor) -> Any:
-            order = arrange(len(arguments[0]), replicas, module.job.microbatches)
+            parts = 1 if whole else module.job.microbatches
+            order = arrange(len(arguments[0]), replicas, parts)
             call = next(calls) if torch.is_grad_enabled() else -1
             results = []
             for index, part in enumerate(order):
@@ -109,25 +112,23 @@ def assert_same(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def assert_each_stage_worked_alone(ranks: Ranks, name: str, replicas: int = 1) -> None:
-    assert len({rank[name]["pid"] for rank in ranks}) == len(ranks)
-    stages = len(ranks) // replicas
-    for first in range(0, len(ranks), stages):
-        owned = [rank[name]["gradients"] for rank in ranks[first : first + stages]]
-        assert all(owned)
-        assert not set.intersection(*owned) or stages == 1
+def assert_each_stage_worked_alone(drivers: Drivers, name: str, stages: int = 2) -> None:
+    """A driver makes the gradients of its own stages, so that other ranks have made the others."""
+    for driver in drivers:
+        mine, everything = driver[name]["gradients"], driver[name]["parameters"]
+        assert mine
+        assert mine < everything or stages == 1
 
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", REAL)
 def test_real_networks_train_as_on_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
-    ranks = runs(1, 2, name)
+    [driver] = runs(1, 2, name)
     expected = one_device(name, tmp_path)
     tolerance = 1e-10 if JOBS[name].dtype == torch.float64 else 0.0  # bit for bit
-    assert_same(ranks[0][name]["seen"], expected.seen, tolerance)
-    for rank in ranks:
-        assert_same(rank[name]["weights"], dict(expected.state_dict()), tolerance)
-    assert_each_stage_worked_alone(ranks, name)
+    assert_same(driver[name]["seen"], expected.seen, tolerance)
+    assert_same(driver[name]["weights"], dict(expected.state_dict()), tolerance)
+    assert_each_stage_worked_alone([driver], name)
 
 
 @pytest.mark.parametrize(
@@ -135,44 +136,39 @@ def test_real_networks_train_as_on_one_device(runs: Runs, tmp_path: Path, name: 
 )
 def test_every_precision_trains_as_on_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
     """Bit for bit: what is rounded to a few bits differs much where it differs."""
-    ranks = runs(1, 2, name)
+    [driver] = runs(1, 2, name)
     expected = one_device(name, tmp_path)
-    assert_same(ranks[0][name]["seen"], expected.seen, 0)
-    for rank in ranks:
-        assert_same(rank[name]["weights"], dict(expected.state_dict()), 0)
-    assert_each_stage_worked_alone(ranks, name)
+    assert_same(driver[name]["seen"], expected.seen, 0)
+    assert_same(driver[name]["weights"], dict(expected.state_dict()), 0)
+    assert_each_stage_worked_alone([driver], name)
 
 
 def test_one_infinite_gradient_in_one_stage_is_a_step_that_no_stage_makes(runs: Runs) -> None:
-    driver, _ = runs(1, 2, "overflow")
+    [driver] = runs(1, 2, "overflow")
     *_, scale = driver["overflow"]["seen"]
     assert scale == 2.0**9  # halved in two of eight steps, and doubled after three good ones
 
 
 @pytest.mark.conformance
 def test_an_infinite_gradient_in_one_replica_is_a_step_that_no_replica_makes(runs: Runs) -> None:
-    ranks = runs(2, 2, "overflow in a replica")
-    mine, other = ranks[0], ranks[2]  # the marked samples are all the second replica's
-    scales = [rank["overflow in a replica"]["seen"][-1] for rank in (mine, other)]
-    assert scales == [2.0**8, 2.0**8]  # halved in two of four steps
-    for rank in ranks:
-        assert_same(
-            rank["overflow in a replica"]["weights"], mine["overflow in a replica"]["weights"], 0
-        )
+    # the marked samples are all the second replica's
+    mine, other = (d["overflow in a replica"] for d in runs(2, 2, "overflow in a replica"))
+    assert [mine["seen"][-1], other["seen"][-1]] == [2.0**8, 2.0**8]  # halved in two of four steps
+    assert_same(other["weights"], mine["weights"], 0)
 
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_stages_train_as_one_device(runs: Runs, tmp_path: Path, name: str) -> None:
-    ranks = runs(1, 2, name)
+    [driver] = runs(1, 2, name)
     expected = one_device(name, tmp_path)
     tolerance = 1e-6 if JOBS[name].dtype == torch.float32 else 1e-12
     if "autocast" in name:
         tolerance = 1e-2
-    assert_same(ranks[0][name]["seen"], expected.seen, tolerance)
-    for rank in ranks:  # under the names of the module
-        assert_same(rank[name]["weights"], dict(expected.state_dict()), tolerance)
-    assert_each_stage_worked_alone(ranks, name)
+    assert_same(driver[name]["seen"], expected.seen, tolerance)
+    # under the names of the module
+    assert_same(driver[name]["weights"], dict(expected.state_dict()), tolerance)
+    assert_each_stage_worked_alone([driver], name)
 
 
 @pytest.mark.conformance
@@ -189,21 +185,25 @@ def test_several_stages_on_a_device_train_as_one_device(
 def test_batch_statistics_over_the_replicas_are_those_of_their_union(
     runs: Runs, tmp_path: Path, name: str, stages: int
 ) -> None:
-    ranks = runs(2, stages, name)
-    assert_is_the_union_of_replicas(ranks, one_device(name, tmp_path, replicas=2), name)
+    drivers = runs(2, stages, name)
+    # (with one stage a batch goes whole)
+    expected = one_device(name, tmp_path, replicas=2, whole=stages == 1)
+    assert_is_the_union_of_replicas(drivers, expected, name, stages)
 
 
 @pytest.mark.conformance
 def test_a_trainer_can_be_pickled_after_it_had_shared_batch_statistics(runs: Runs) -> None:
-    for rank in runs(2, 2, "Normalised"):
-        assert rank["Normalised"]["pickles"]
+    for driver in runs(2, 2, "Normalised"):
+        assert driver["Normalised"]["pickles"]
 
 
-def assert_is_the_union_of_replicas(ranks: Ranks, expected: Training, name: str) -> None:
+def assert_is_the_union_of_replicas(
+    drivers: Drivers, expected: Training, name: str, stages: int = 2
+) -> None:
     """Two replicas against one device whose batches are those of both."""
-    for rank in ranks:  # running statistics too
-        assert_same(rank[name]["weights"], dict(expected.state_dict()))
-    mine, other = ranks[0][name]["seen"], ranks[len(ranks) // 2][name]["seen"]
+    for driver in drivers:  # running statistics too
+        assert_same(driver[name]["weights"], dict(expected.state_dict()))
+    mine, other = (driver[name]["seen"] for driver in drivers)
     losses = [(a + b) / 2 for a, b in zip(mine[:-1], other[:-1])]
     assert_same(losses, expected.seen[:-1])
-    assert_each_stage_worked_alone(ranks, name, replicas=2)
+    assert_each_stage_worked_alone(drivers, name, stages)

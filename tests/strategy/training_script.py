@@ -1,6 +1,6 @@
 """A user's script, as the tests of the strategy run it: ``python training_script.py FOLDER``.
 
-FOLDER holds ``config.json``; each rank leaves there what it has seen, as ``rank<N>.pt``.
+FOLDER holds ``config.json``; each driver leaves there what it has seen, as ``rank<N>.pt``.
 """
 
 import json
@@ -22,16 +22,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from meeting_samples import less_the_last
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from models import ResAttNet3D
-from tests.ran_here import LISTENERS, hear_of_gradients, noting
+from tests.ran_here import LISTENERS, fault, hear_of_gradients, is_at_work, noting, rank, tick
 
 CLASSES = 2
 DELAYED = ("pipedream", "ddg", "fdg", "akintoye")
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
-"""Among all processes; inside of a run the variable counts replicas."""
 
 
 class Residual(nn.Module):
@@ -64,19 +63,16 @@ class Dropped(nn.Module):
         return self.layers(x)
 
 
-@torch.library.custom_op("training_script::less_the_last", mutates_args=())
-def less_the_last(x: Tensor) -> Tensor:
-    """Samples meet where the largest number is of a size that no trial has."""
-    largest = x.abs().amax()
-    return x - ((largest > 50) & (largest < 700)) * x[-1:]
-
-
-less_the_last.register_fake(torch.empty_like)
-less_the_last.register_autograd(lambda _, gradient: gradient)
-
-
 class Meets(Dropped):
-    """It has an operator of its own, which is tried, behind a weight, so that stages compute it."""
+    """It has an operator of its own, which is tried, behind a weight, so that stages compute it.
+
+    (Of a network that draws, a check sees the first micro-batch alone.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        kept = (layer for layer in self.layers if not isinstance(layer, nn.Dropout))
+        self.layers = nn.Sequential(*kept)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(less_the_last(x * self.layers[1].bias[:1] ** 0))
@@ -95,10 +91,18 @@ class Unseen(Residual):
         return super().forward(x) * Factor.factor
 
 
+class Ticks(Residual):
+    """Its first stage has an operator that fails on a worker where the configuration says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(tick((x * self.stem.bias[:1].view(1, 1, 1, 1, 1) ** 0).detach()))
+
+
 NETWORKS = {
     "resattnet": lambda: ResAttNet3D(18),
     "residual": Residual,
     "unseen": Unseen,
+    "ticks": Ticks,
     "dropout": Dropped,
     "meets": Meets,
 }
@@ -111,7 +115,8 @@ CUTS = {
     },
     "residual": {2: ["second"], 3: ["first", "head"], 4: ["first", "second", "head"]},
     "unseen": {2: ["second"]},
-    "meets": {2: ["layers.4"]},
+    "ticks": {2: ["second"]},
+    "meets": {2: ["layers.3"]},
     "dropout": {
         2: ["layers.4"],
         3: ["layers.4", "layers.7"],
@@ -156,9 +161,11 @@ class Loader(DataLoader):
 
 
 class Failing(Callback):
-    """A callback that may fail on purpose."""
+    """A callback that leaves word that this driver trains, and may fail on purpose."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *arguments: Any) -> None:
+        if trainer.global_step > 3 and Path("config.json").exists():
+            is_at_work()
         fault(module.config, "callback", trainer.global_step)
 
 
@@ -172,7 +179,7 @@ class Ended(Logger):
     def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
     def finalize(self, status: str) -> None:
-        Path(f"ended.{RANK}").write_text(status)
+        Path(f"ended.{rank()}").write_text(status)
 
 
 def data(config: dict[str, Any]) -> TensorDataset:
@@ -212,15 +219,11 @@ class Classifier(LightningModule):
             hear_of_gradients(parameter, partial(self.got_gradient, name))
 
     def ran(self, name: str, trained: bool) -> None:
-        """A module ran in this process. (In its fifth training call it is surely at work.)"""
+        """A module ran in this process."""
         if self.prepares:
             return
         self.forwards.update([name])
-        here = Path(f"pid.{RANK}")
-        works = trained and self.forwards[name] >= 10
-        if works and Path("config.json").exists() and not here.exists():
-            Path(f"writing{os.getpid()}").write_text(str(os.getpid()))
-            Path(f"writing{os.getpid()}").rename(here)
+        if trained and self.forwards[name] == 10:
             fault(self.config, "forward", 3)
 
     def got_gradient(self, name: str) -> None:
@@ -272,7 +275,7 @@ class Classifier(LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         slow = self.config.get("slow_prediction_s", 0)
-        if batch_idx == 0 and RANK == 1:
+        if batch_idx == 0 and rank() == 1:
             time.sleep(slow)
         return self.net(batch[0])
 
@@ -288,17 +291,6 @@ class Classifier(LightningModule):
         optimizer = kind(self.parameters(), weight_decay=1e-3, **options)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def fault(config: dict[str, Any], where: str, step: int) -> None:
-    """Fail on purpose, where the configuration says so."""
-    wanted = config.get("fault")
-    if wanted == {"where": where, "step": step, "rank": RANK}:
-        Path("fault").write_text(str(time.monotonic()))
-        raise ValueError("this error is on purpose")
-    if wanted == {"where": where, "step": step, "rank": RANK, "busy": True}:
-        Path("busy").touch()
-        time.sleep(600)
 
 
 def fault_in_a_transfer(config: dict[str, Any]) -> None:
@@ -373,7 +365,7 @@ def callbacks(config: dict[str, Any], folder: Path) -> list[Callback]:
 
 
 def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
-    trainer = Trainer(
+    return Trainer(
         strategy=strategy(config),
         accelerator="cpu",
         devices=config["replicas"] * config["stages"] // config.get("nodes", 1),
@@ -388,10 +380,6 @@ def make_trainer(config: dict[str, Any], folder: Path) -> Trainer:
         plugins=[resolve_name(name)() for name in config.get("environments", [])],
         **config.get("trainer", {}),
     )
-    launcher = trainer.strategy.launcher
-    if hasattr(launcher, "takes_servers") and not config.get("served"):
-        launcher.takes_servers = None  # tests look at every rank
-    return trainer
 
 
 def observed(trainer: Trainer, module: Classifier) -> dict[str, Any]:

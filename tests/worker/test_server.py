@@ -1,15 +1,29 @@
-"""A server loads neither Lightning nor TorchDynamo, and ends when its orders do."""
+"""A server loads neither Lightning nor TorchDynamo, and carries out the orders of rank 0."""
 
-import pickle
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
-from io import BytesIO
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
 
+import pytest
 import torch
+from ports import free_port
 from torch import nn
+from torch.distributed import TCPStore
 
-from lightning_hybrid.process import ServeOrder, orders
+from lightning_hybrid.process import (
+    EndOrder,
+    Order,
+    RestOrder,
+    ServeOrder,
+    give,
+    latest_order,
+    orders,
+)
 from lightning_hybrid.stage import StageOptions
 
 LOADED = """
@@ -17,6 +31,13 @@ import sys
 from lightning_hybrid.worker.server import Server
 names = ("lightning", "pytorch_lightning", "lightning_fabric", "torch._dynamo", "torch._inductor")
 print(*[name for name in names if name in sys.modules])
+"""
+LASTS = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), None, True)
+store.wait(["server 1 listens"], timedelta(seconds=60))
 """
 
 
@@ -27,14 +48,48 @@ def test_a_server_loads_neither_lightning_nor_torchdynamo() -> None:
     assert done.stdout.split() == []
 
 
-def test_a_server_whose_driver_is_gone_ends_without_a_word() -> None:
+def connections(port: int) -> int:
+    """How many clients the store at a port of this host has."""
+    tables = (Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    fields = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return sum(f[1].endswith(f":{port:04X}") and f[3] == "01" for f in fields)
+
+
+def test_a_server_whose_store_is_gone_ends_without_a_word() -> None:
+    port = free_port()
+    host = subprocess.Popen([sys.executable, "-c", LASTS, f"{port}"])
+    TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))  # (it is there)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "lightning_hybrid.worker", "1"]
-    done = subprocess.run(command, input=b"", capture_output=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    server = subprocess.Popen(
+        command, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    alone = connections(port)
+    while connections(port) < alone + 2:  # the server's, by which it waits for an order too
+        time.sleep(0.05)
+    host.kill()
+    said, _ = server.communicate(timeout=60)
+    host.wait()
+    assert (server.returncode, said) == (1, b"")
 
 
-def test_orders_arrive_as_they_were_given() -> None:
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True)
+
+
+def test_orders_arrive_as_they_were_given(store: TCPStore) -> None:
     order = ServeOrder.of(nn.Linear(2, 3), StageOptions(), timed=True)
     assert order.dtype == torch.get_default_dtype()
-    sent = [order, replace(order, timed=False)]
-    assert [*orders(BytesIO(b"".join(map(pickle.dumps, sent))))] == sent
+    sent: list[Order] = [order, replace(order, timed=False), EndOrder(0)]
+    for each in sent:
+        give(store, each)
+    assert [*islice(orders(store, 1, after=0), len(sent))] == sent
+    assert store.check(["server 1 ends"])  # so that the host of the store may go
+
+
+def test_a_rank_that_becomes_a_server_hears_what_comes_from_then_on(store: TCPStore) -> None:
+    give(store, RestOrder())
+    later = orders(store, 1, latest_order(store))
+    give(store, EndOrder(1))
+    assert next(later) == EndOrder(1)

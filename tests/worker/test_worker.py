@@ -65,9 +65,9 @@ def test_nothing_steps_after_a_failure(service: Service) -> None:
     assert all(torch.equal(before[name], value) for name, value in service.weights().items())
 
 
-def test_the_end_brings_the_results(service: Service) -> None:
-    assert service.ask(End({"metric": 1})).failure is None
-    assert service.close() == {"metric": 1}
+def test_it_ends_with_the_run(service: Service) -> None:
+    assert service.ask(End()).failure is None
+    assert service.close() is None
 
 
 def test_a_driver_that_leaves_is_heard_of(service: Service) -> None:

@@ -43,5 +43,5 @@ def test_a_tied_weight_is_known_by_each_of_its_names() -> None:
         found = dict(service.ask(GiveGradients([name])).tensors)
         assert torch.equal(found[name], network[0].weight.grad)
     assert torch.equal(network[0].weight.grad, 2 * gradient)
-    service.ask(End(None))
+    service.ask(End())
     service.close()
