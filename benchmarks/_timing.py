@@ -1,6 +1,7 @@
 """What the benchmarks of training steps share: volumes, a classifier, a clock."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid import Delayed, HybridGabraStrategy
+from lightning_hybrid.process import Children
 from lightning_hybrid.schedules import STREAMED
-from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
 
 
 class Repeated(Dataset[tuple[Tensor, int]]):
@@ -82,28 +83,32 @@ class Divided(Module):
         return Repeated(self.shape, self.batch // replicas, self.steps * replicas).loader()
 
 
-def bare_trainer(
-    strategy: Any, accelerator: str = "cpu", *, each_rank: bool = False, **options: Any
-) -> Trainer:
+def bare_trainer(strategy: Any, accelerator: str = "cpu", **options: Any) -> Trainer:
     """A Trainer that only trains: no bar, no summary; checkpoints or a logger if asked for.
 
     Args:
         strategy: as the Trainer takes it.
         accelerator: as the Trainer takes it.
-        each_rank: whether each rank runs the script, so that it can say what it has measured.
         options: further arguments of the Trainer.
     """
-    trainer = Trainer(
+    return Trainer(
         strategy=strategy,
         accelerator=accelerator,
         enable_progress_bar=False,
         enable_model_summary=False,
         **{"enable_checkpointing": False, "logger": False, **options},
     )
-    launcher = trainer.strategy.launcher
-    if each_rank and isinstance(launcher, HybridSubprocessLauncher):
-        launcher.takes_servers = None
-    return trainer
+
+
+def servers() -> list[int]:
+    """The numbers of the processes that this one has started for its other devices."""
+    return [process.pid for process in Children.processes]
+
+
+def computed_s(process: int) -> float:
+    """Seconds that the main thread of another process has computed."""
+    file = Path(f"/proc/{process}/task/{process}/schedstat")
+    return int(file.read_text().split()[0]) / 1e9
 
 
 def before_the_first_step(trainer: Trainer) -> dict[str, float]:

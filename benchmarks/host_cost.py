@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from _results import record
-from _timing import bare_trainer
+from _timing import bare_trainer, computed_s, servers
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.worker.worker_optimizers import WorkerOptimizers
 
 WIDTH, BATCH, WARM_UP = 8, 16, 6
 EXTRAS = ("", "clipping", "scheduler", "16-mixed", "logging")
@@ -49,9 +48,11 @@ class Host(LightningModule):
         self.net = nn.Sequential(*layers)
         self.microbatches, self.extra = microbatches, extra
         self.seen: list[float] = []
+        self.of_worker: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.seen.append(time.thread_time())
+        self.of_worker += [computed_s(process) for process in servers()]
         parts = batch[0].chunk(self.microbatches)
         loss = torch.cat([self.net(part) for part in parts]).square().mean()
         if self.extra == "logging":
@@ -67,18 +68,10 @@ class Host(LightningModule):
 
 
 def train(stages: int, tensors: int, microbatches: int, extra: str, steps: int, out: Path) -> None:
-    """Train, and leave the median of the milliseconds of a step in a file of this rank."""
+    """Train, and leave the median of the milliseconds of a step in a file for each rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    on_worker: list[float] = []
-    step = WorkerOptimizers._step
-
-    def noted(self: WorkerOptimizers, command: Any) -> None:
-        step(self, command)
-        on_worker.append(time.thread_time())
-
-    WorkerOptimizers._step = noted  # type: ignore[method-assign]
     options: dict[str, Any] = {"max_steps": steps + WARM_UP, "devices": stages}
     if extra == "clipping":
         options["gradient_clip_val"] = 0.1
@@ -100,14 +93,14 @@ def train(stages: int, tensors: int, microbatches: int, extra: str, steps: int, 
             plan=middle,
             verify=False,
         )
-    trainer = bare_trainer(strategy, each_rank=True, **options)
+    trainer = bare_trainer(strategy, **options)
     inputs = torch.randn(BATCH * (steps + WARM_UP), WIDTH)
     trainer.fit(module, DataLoader(TensorDataset(inputs), BATCH))
-    # (a worker's module has the driver's list by now)
-    seen = module.seen if trainer.is_global_zero else on_worker
-    taken = [1e3 * (b - a) for a, b in zip(seen[WARM_UP:], seen[WARM_UP + 1 :])]
-    kind = "plain" if stages == 1 else "driver" if trainer.is_global_zero else "worker"
-    (out / f"{kind}.json").write_text(json.dumps(statistics.median(taken)))
+    found = {"plain" if stages == 1 else "driver": module.seen, "worker": module.of_worker}
+    for kind, seen in found.items():
+        taken = [1e3 * (b - a) for a, b in zip(seen[WARM_UP:], seen[WARM_UP + 1 :])]
+        if taken:
+            (out / f"{kind}.json").write_text(json.dumps(statistics.median(taken)))
 
 
 def measured(tensors: int, microbatches: int, extra: str, steps: int) -> dict[str, float]:

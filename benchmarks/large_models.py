@@ -5,10 +5,9 @@ its end; with the same Trainer `test` and `predict`; and five more calls, `fit` 
 Then another process goes on from that checkpoint. Counted is the most that a process has in memory
 (`VmHWM`, which is set back between phases; Linux), without what it had before the model was made.
 After each of the calls, what it has then (`VmRSS`) is shown too. A phase of a rank is marked if it
-needs more than the aim, which is 1.15 x (one device's peak of this phase / stages) + 64 MiB. A
-worker has no phases in a fit, so that its `fit` is beside one device's steps. `2x2` are two
-replicas of two stages, and `zero` has the replicas divide the states of the optimizer, of which
-each rank's size is shown.
+needs more than the aim, which is 1.15 x (one device's peak of this phase / stages) + 64 MiB. `2x2`
+are two replicas of two stages, and `zero` has the replicas divide the states of the optimizer, of
+which each rank's size is shown.
 
     python benchmarks/large_models.py --width 4096 --layers 24
     python benchmarks/large_models.py --model gpt --width 1024 --layers 24
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _results import record
-from _timing import bare_trainer
+from _timing import bare_trainer, servers
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -56,17 +55,23 @@ MIB = 2**20
 VOCABULARY = 8192
 
 
-def memory(field: str) -> int:
-    """A line of `/proc/self/status`, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def memory(field: str, process: int | str = "self") -> int:
+    """A line of `/proc/<process>/status`, in bytes."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 class Phases:
-    """The peaks of this process."""
+    """The peaks of a process.
 
-    def __init__(self) -> None:
-        self.base = memory("VmRSS")
+    Args:
+        process: its number.
+        base: bytes that it has before there is anything to measure; ``None``: those of now.
+    """
+
+    def __init__(self, process: int | str = "self", base: int | None = None) -> None:
+        self._process = process
+        self.base = memory("VmRSS", process) if base is None else base
         self.peaks: dict[str, float] = {}
         self.left: dict[str, float] = {}
         self.times: dict[str, float] = {}
@@ -75,17 +80,16 @@ class Phases:
 
     def over(self, phase: str) -> None:
         """A phase is over; the next one begins."""
-        peak = (memory("VmHWM") - self.base) / MIB
+        peak = (memory("VmHWM", self._process) - self.base) / MIB
         self.peaks[phase] = max(self.peaks.get(phase, 0.0), round(peak))
-        self.left[phase] = round((memory("VmRSS") - self.base) / MIB)
+        self.left[phase] = round((memory("VmRSS", self._process) - self.base) / MIB)
         now = time.perf_counter()
         self.times[phase] = round(now - self._begun, 2)
         self._begun = now
         self._reset()
 
-    @staticmethod
-    def _reset() -> None:
-        Path("/proc/self/clear_refs").write_text("5")
+    def _reset(self) -> None:
+        Path(f"/proc/{self._process}/clear_refs").write_text("5")
 
 
 # ---------------------------------------------------------------- networks
@@ -229,21 +233,35 @@ class Model(LightningModule):
 
 
 class Saves(Callback):
-    """Looks at the phases of the driver, and saves in the second step."""
+    """Looks at the phases of all ranks, and saves in the second step.
 
-    def __init__(self, phases: Phases, folder: Path) -> None:
+    Args:
+        phases: of this process; those of its servers are added when the fit begins.
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, phases: list[Phases], folder: Path) -> None:
         self._phases, self._folder, self._first = phases, folder, True
+
+    def over(self, phase: str) -> None:
+        """A phase is over on all ranks."""
+        for each in self._phases:
+            each.over(phase)
+
+    def on_fit_start(self, *_: Any) -> None:
+        if len(self._phases) == 1:  # (no weight has come to the servers yet)
+            self._phases += [Phases(process) for process in servers()]
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self._first &= trainer.global_step <= 3
         if trainer.global_step == 2:
-            self._phases.over("steps")
+            self.over("steps")
             trainer.save_checkpoint(self._folder / "saved.ckpt")
-            self._phases.over("checkpoint")
+            self.over("checkpoint")
 
     def on_train_end(self, *_: Any) -> None:
         if self._first:
-            self._phases.over("steps")
+            self.over("steps")
 
 
 def numbers_after(module: Model, trainer: Any) -> dict[str, float]:
@@ -252,17 +270,16 @@ def numbers_after(module: Model, trainer: Any) -> dict[str, float]:
     found = {}
     for name, parameter in module.named_parameters():
         found[name] = parameter.detach().double().norm().item()
-        if trainer.is_global_zero:
-            assert parameter.grad is not None
-            found[f"{name}.grad"] = parameter.grad.double().norm().item()
-            for key, value in (optimizer.state.get(parameter) or {}).items():
-                found[f"{name}.{key}"] = value.double().norm().item()
+        assert parameter.grad is not None
+        found[f"{name}.grad"] = parameter.grad.double().norm().item()
+        for key, value in (optimizer.state.get(parameter) or {}).items():
+            found[f"{name}.{key}"] = value.double().norm().item()
     return found
 
 
 def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -> None:
-    """One rank."""
-    phases, folder = Phases(), arguments.out
+    """One driver, and its servers."""
+    phases, folder = [Phases()], arguments.out
     if arguments.limit_mib:
         limit = memory("VmSize") + arguments.limit_mib * MIB
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -287,34 +304,36 @@ def run(peer: str, arguments: argparse.Namespace, sizes: tuple[int, int, int]) -
     saves = Saves(phases, folder)
     trainer = bare_trainer(
         strategy=strategy, devices=int(replicas) * int(count), max_epochs=1, callbacks=[saves],
-        default_root_dir=folder, each_rank=True,
+        default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(module, ckpt_path=arguments.resume)
-    phases.over("end" if module.losses else "fit")  # workers have no hooks
+    saves.over("end")
     after = numbers_after(module, trainer) if arguments.read else {}
     if not (arguments.resume or arguments.fit_alone):
         trainer.test(module, verbose=False)
-        phases.over("test")
+        saves.over("test")
         trainer.predict(module)
-        phases.over("predict")
+        saves.over("predict")
         for number in range(5):
             if number % 2:
                 trainer.test(module, verbose=False)
             else:
                 trainer.fit_loop.max_epochs += 1
                 trainer.fit(module)
-            phases.over(f"call {number + 1}")
+            saves.over(f"call {number + 1}")
     plan = getattr(trainer.strategy, "plan", None)
-    result = {
-        "peaks": phases.peaks,
-        "left": phases.left,
-        "times": phases.times,
-        "losses": module.losses,
-        "states": Adam.states / MIB,
-        "after": after,
-        "planned": {row.device: row.peak_bytes / MIB for row in plan.rows} if plan else {},
-    }
-    (folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(result))
+    first = int(os.environ.get("LOCAL_RANK", "0"))
+    for number, each in enumerate(phases):
+        result = {
+            "peaks": each.peaks,
+            "left": each.left,
+            "times": each.times,
+            "losses": [] if number else module.losses,
+            "states": 0.0 if number else Adam.states / MIB,
+            "after": {} if number else after,
+            "planned": {row.device: row.peak_bytes / MIB for row in plan.rows} if plan else {},
+        }
+        (folder / f"rank{first + number}.json").write_text(json.dumps(result))
 
 
 def show(peer: str, path: Path, alone: dict[str, float], how: str) -> dict[str, float]:
@@ -332,7 +351,7 @@ def show(peer: str, path: Path, alone: dict[str, float], how: str) -> dict[str, 
     shown = []
     for phase, mib in peaks.items():
         text = f"{phase} {mib:.0f}"
-        beside = alone.get("steps" if phase == "fit" else phase)
+        beside = alone.get(phase)
         if beside is not None and stages > 1:
             aim = 1.15 * beside / stages + 64
             text += f" ({aim:.0f}{' MISSED' if mib > aim else ''})"

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from _gpt import Gpt
 from _results import record
-from _timing import bare_trainer
+from _timing import bare_trainer, servers
 from lightning.pytorch import Callback, LightningModule
 from rich.console import Console
 from rich.table import Table
@@ -58,32 +58,43 @@ class Module(LightningModule):
 
 
 class Times(Callback):
-    """When steps begin, on the driver."""
+    """When steps begin, on the driver, and the memory of servers since the first one."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
+        self.servers: list[Memory] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
+        if not self.starts:
+            self.servers = [Memory(process) for process in servers()]
         self.starts.append(time.time())
 
 
 class Memory:
-    """Samples what this process has, and its processor time, until it is stopped."""
+    """Samples what a process has, and its processor time, until it is stopped.
 
-    def __init__(self) -> None:
+    Args:
+        process: its number; ``None``: this one. (Of another one the GPU memory is not known.)
+    """
+
+    def __init__(self, process: int | None = None) -> None:
+        self._process = process
         self.seen: list[tuple[float, float, float]] = []
         self._on = True
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        pages, page = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
+        place = Path(f"/proc/{self._process or 'self'}")
+        page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
         while self._on:
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
+            if self._process is None and torch.cuda.is_available() and torch.cuda.is_initialized():
                 size = float(torch.cuda.memory_allocated())
             else:
-                size = float(pages.read_text().split()[1]) * page
-            self.seen.append((time.time(), size / MIB, time.process_time()))
+                size = float((place / "statm").read_text().split()[1]) * page
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            busy_s = (int(fields[11]) + int(fields[12])) / tick
+            self.seen.append((time.time(), size / MIB, busy_s))
             time.sleep(0.002)
 
     def stop(self) -> list[tuple[float, float, float]]:
@@ -93,7 +104,7 @@ class Memory:
 
 
 def train(options: argparse.Namespace, folder: Path) -> None:
-    """One run, on each of its ranks; each leaves a file."""
+    """One run; a file is left for each of its ranks."""
     memory, times = Memory(), Times()
     torch.manual_seed(0)
     words = torch.randint(options.vocabulary, (options.batch, options.length))
@@ -110,7 +121,6 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         devices=options.stages,
         max_steps=steps,
         callbacks=[times],
-        each_rank=True,
     )
     trainer.fit(Module(options), DataLoader(words.repeat(steps, 1), batch_size=options.batch))
     if times.starts:
@@ -119,8 +129,8 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         aside = {r.device: inside * (r.gradient_bytes or 0) / MIB for r in strategy.plan.rows}
         found = {"starts": times.starts[WARM_UP:], "aside": [aside[k] for k in sorted(aside)]}
         (folder / "driver.json").write_text(json.dumps(found))
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    (folder / f"{rank}.seen").write_text(json.dumps(memory.stop()))
+    for rank, each in enumerate((memory, *times.servers)):
+        (folder / f"{rank}.seen").write_text(json.dumps(each.stop()))
 
 
 @dataclass

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from _results import record
-from _timing import bare_trainer, before_the_first_step
+from _timing import bare_trainer, before_the_first_step, servers
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from peft import LoraConfig, get_peft_model
@@ -45,7 +45,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.process import Servers
 
 PEERS = ("one device", "fsdp2 2", "fsdp2 4", "hybrid 2", "hybrid 4")
 MIB = 2**20
@@ -191,7 +190,7 @@ class AtFirstBatch(Callback):
     def on_train_batch_start(self, trainer: Any, module: FineTune, *_: Any) -> None:
         module.reached("batch")
         # (before any weight is sent)
-        module.of_servers = [Watch(module.folder, server.pid) for server in Servers.processes]
+        module.of_servers = [Watch(module.folder, process) for process in servers()]
 
 
 def run(peer: str, folder: Path, out: Path) -> None:

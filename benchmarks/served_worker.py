@@ -3,7 +3,8 @@
 The script makes a data set of 1 GB, imports transformers (where that is installed) and trains a
 small network in two stages for three steps. Shown are the seconds from the start of the script to
 the end of its first step, and what the worker has in memory after the third (``VmRSS``) and had at
-most (``VmHWM``). The two kinds take turns.
+most (``VmHWM``). *script*: both ranks begin the script, as where a cluster starts them; the worker
+leaves it in ``fit``. The two kinds take turns.
 
     python benchmarks/served_worker.py
     python benchmarks/served_worker.py --rounds 1
@@ -11,6 +12,7 @@ most (``VmHWM``). The two kinds take turns.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,16 +27,15 @@ MIB = 2**20
 KINDS = ("server", "script")
 
 
-def train(kind: str, out: Path) -> None:
+def train(out: Path) -> None:
     """The script."""
     import torch
-    from _timing import bare_trainer
+    from _timing import bare_trainer, servers
     from lightning.pytorch import LightningModule
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
     from lightning_hybrid import HybridGabraStrategy
-    from lightning_hybrid.process import Children
 
     if find_spec("transformers"):
         import transformers
@@ -54,7 +55,8 @@ def train(kind: str, out: Path) -> None:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.first_s = self.first_s or time.time() - BEGUN
             if batch_idx == 2 and self.trainer.is_global_zero:
-                status = Path(f"/proc/{Children.processes[0].pid}/status").read_text()
+                [worker] = servers() or [int((out / "worker").read_text())]
+                status = Path(f"/proc/{worker}/status").read_text()
                 lines = (line.split() for line in status.splitlines() if line.startswith("Vm"))
                 found = {name: int(size) * 1024 / MIB for name, size, _ in lines}
                 seen = {"now": found["VmRSS:"], "most": found["VmHWM:"], "first": self.first_s}
@@ -65,7 +67,9 @@ def train(kind: str, out: Path) -> None:
 
     data = TensorDataset(torch.ones(2**22, 64))  # 1 GB
     strategy = HybridGabraStrategy(data_parallel_size=1, pipeline_parallel_size=2)
-    trainer = bare_trainer(strategy, devices=2, max_steps=3, each_rank=kind == "script")
+    if os.environ.get("LOCAL_RANK") == "1":
+        (out / "worker").write_text(f"{os.getpid()}")
+    trainer = bare_trainer(strategy, devices=2, max_steps=3)
     trainer.fit(Module(), DataLoader(data, batch_size=32))
 
 
@@ -76,18 +80,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of its results")
     arguments = parser.parse_args()
     if arguments.run:
-        train(arguments.run, arguments.out)
+        train(arguments.out)
         return
     from _results import record
+    from slow_device import free_port
 
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     for _ in range(arguments.rounds):
         for kind in KINDS:
             with tempfile.TemporaryDirectory() as place:
                 command = [sys.executable, __file__, "--run", kind, "--out", place]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    raise SystemExit(done.stderr)
+                port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+                ranks = [{}] if kind == "server" else [port | {"LOCAL_RANK": r} for r in "01"]
+                started = [subprocess.Popen(command, env=os.environ | rank) for rank in ranks]
+                if max(process.wait() for process in started):
+                    raise SystemExit(f"it has failed: {' '.join(command)}")
                 found[kind].append(json.loads((Path(place) / "seen.json").read_text()))
     for kind, runs in found.items():
         now, most, first = (median(run[what] for run in runs) for what in ("now", "most", "first"))

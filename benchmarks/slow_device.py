@@ -30,6 +30,7 @@ import torch
 from _quota import PERIOD_US, join, quota
 from _results import record
 from _timing import Clock, Divided, bare_trainer, durations
+from torch.distributed import TCPStore
 
 from lightning_hybrid import BySpeed, HybridGabraStrategy, Search
 from models import ResAttNet3D
@@ -56,7 +57,7 @@ def measure(kind: str, steps: int, out: str) -> None:
             search=Search(capacity="auto" if kind == "measured" else [1.0, 1.0]),
         )
     clock, shape = Clock(), (1, SIDE, SIDE, SIDE)
-    trainer = bare_trainer(strategy, devices=2, max_epochs=1, callbacks=[clock], each_rank=True)
+    trainer = bare_trainer(strategy, devices=2, max_epochs=1, callbacks=[clock])
     trainer.fit(Divided(ResAttNet3D(18), shape, BATCH, steps + WARM_UP))
     if trainer.is_global_zero:
         plan = None if kind in ("ddp", "shares") else json.loads(strategy.plan.to_json())
@@ -86,14 +87,32 @@ def slow_group(period_us: int = PERIOD_US) -> Iterator[str]:
         yield by
 
 
+def free_port() -> int:
+    """A port of this host that nobody uses."""
+    port: int = TCPStore("127.0.0.1", 0, None, True).port
+    return port
+
+
 def run(kind: str, steps: int, by: str, cache: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out.json"
         command = [sys.executable, __file__, "--run", kind, "--steps", str(steps), "--out", out]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "SLOW_BY": by}
         environment["LIGHTNING_HYBRID_CACHE"] = cache
+        # (as a cluster starts ranks, so that the second process can be slow from the start on)
+        port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
         silent = subprocess.DEVNULL
-        subprocess.run(command, env=environment, stdout=silent, stderr=silent, check=True)
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=environment | port | {"LOCAL_RANK": rank},
+                stdout=silent,
+                stderr=silent,
+            )
+            for rank in ("0", SLOWED)
+        ]
+        if max(process.wait() for process in ranks):
+            raise SystemExit(f"{kind} has failed: {' '.join(command)}")
         seen: dict[str, Any] = json.loads(Path(out).read_text())
         return seen
 
