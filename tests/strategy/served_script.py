@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
-from lightning_hybrid.process import Servers
+from lightning_hybrid.process import Children
 from lightning_hybrid.remote import is_deferred
 
 
@@ -186,7 +186,7 @@ def kill_server(folder: Path) -> Any:
     class Killed(Module):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
-                os.kill(Servers.processes[0].pid, signal.SIGKILL)
+                os.kill(Children.processes[0].pid, signal.SIGKILL)
 
     fit(folder, 2, Killed())
 
@@ -195,7 +195,7 @@ def kill_driver(folder: Path) -> Any:
     class Killed(Module):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2:
-                (folder / "servers").write_text(f"{Servers.processes[0].pid}")
+                (folder / "servers").write_text(f"{Children.processes[0].pid}")
                 os.kill(os.getpid(), signal.SIGKILL)
 
     fit(folder, 2, Killed())
