@@ -82,6 +82,11 @@ def why_steps_whole(optimizer: Optimizer) -> str:
         )
     if not runs_step_hooks(optimizer):
         return "it does not call `Optimizer.__init__`"
+    if kind.__module__ == "__main__":
+        return (
+            "its class is defined in the script itself, which workers do not run. Move it to a "
+            "module, which the script imports"
+        )
     if not _is_found_by_name(kind):
         return "its class is defined inside of a function, where no other rank can import it"
     return ""

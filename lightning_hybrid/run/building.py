@@ -1,8 +1,8 @@
 """Who has the weights of the LightningModule while it is built, restored and saved.
 
-A network that is made in ``__init__`` is whole on every rank before a run. One that is made in
-``configure_model`` is whole on none: each rank notes down how weights are made or loaded, and makes
-those of its own stages; see :mod:`lightning_hybrid.remote.deferred`.
+A network that is made in ``__init__`` is whole on every driver before a run. One that is made in
+``configure_model`` is whole on no rank: the driver notes down how weights are made or loaded, and
+makes each as it sends it to its owner; see :mod:`lightning_hybrid.remote.deferred`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,11 +35,10 @@ from lightning_hybrid.state import (
 
 
 class Building:
-    """Whether every rank makes all weights of the module, or those of its own stages.
+    """Whether a driver makes all weights of the module at once, or each as its owner needs it.
 
     Args:
-        deferral: puts off what is done to weights, for the ranks that are to own them; ``None``:
-            every rank has all weights, made as on one device.
+        deferral: puts off what is done to weights; ``None``: all are made as on one device.
     """
 
     def __init__(self, deferral: DeferredMaker | None = None) -> None:
@@ -47,11 +46,11 @@ class Building:
 
     @property
     def deferred(self) -> bool:
-        """Whether each rank makes the weights of its own stages only."""
+        """Whether weights are made when their owners need them."""
         return self._deferral is not None
 
     def deferred_if_apart(self, trainer: Trainer, device: torch.device, stages: int) -> "Building":
-        """What takes its place in ``configure_model``, where weights may be made by their owners.
+        """What takes its place in ``configure_model``, where weights may be made later.
 
         Args:
             trainer: Lightning's.
@@ -61,7 +60,7 @@ class Building:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # a callback that averages weights needs all of them on its rank
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-        # once deferred, weights stay with their owners
+        # (once deferred, they stay so)
         if self.deferred or averages or stages == 1:
             return self
         return Building(DeferredMaker(device))

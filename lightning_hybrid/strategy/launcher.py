@@ -190,9 +190,9 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         miss_nobody()
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        set_num_threads(self.num_processes)  # (before servers start, which inherit the number)
         if Children.processes or not environment.creates_processes_externally:
             self._start_missing()
-        set_num_threads(self.num_processes)
         # in place of Lightning's observer, which may kill this process at the moment when a child
         # ends, before this process has reported the failure
         watch = KilledRanks(Children.processes)

@@ -109,6 +109,16 @@ def test_a_class_that_no_other_rank_can_import_steps_whole() -> None:
     assert "inside of a function" in why_steps_whole(Local(parameters(), lr=0.1))
 
 
+def test_a_class_of_the_script_steps_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfTheScript(SGD):
+        pass
+
+    monkeypatch.setattr(OfTheScript, "__module__", "__main__")
+    reason = why_steps_whole(OfTheScript(parameters(), lr=0.1))
+    assert "defined in the script itself" in reason
+    assert "module, which the script imports" in reason
+
+
 def test_an_object_that_torch_has_not_made_ready_steps_whole() -> None:
     @register_optimizer
     class Bare(Optimizer):

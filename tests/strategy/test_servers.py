@@ -69,6 +69,13 @@ def test_servers_import_what_stages_call_and_the_scripts_own_is_refused(tmp_path
 
 
 @pytest.mark.conformance
+def test_an_optimizer_that_the_script_defines_steps_on_the_driver(tmp_path: Path) -> None:
+    one, two = seen(tmp_path, "optimizer")
+    for key in ("weights", "checkpoint"):
+        assert_same(two[key], one[key])
+
+
+@pytest.mark.conformance
 def test_a_network_of_configure_model_trains_alike_and_frozen_weights_stay_in_their_file(
     tmp_path: Path,
 ) -> None:
