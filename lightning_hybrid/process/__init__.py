@@ -6,7 +6,12 @@ from lightning_hybrid.process.children import (
     leave_nobody,
     miss_nobody,
 )
-from lightning_hybrid.process.device_survey import know_machine, known_machine, look_around
+from lightning_hybrid.process.device_survey import (
+    cluster_of,
+    know_machine,
+    known_machine,
+    look_around,
+)
 from lightning_hybrid.process.faults import (
     is_loss,
     is_unnamed_loss,

@@ -5,14 +5,25 @@ with the same numbers.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import log2
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid.comm import UNKNOWN_PEER, Group, gather_objects, meet, start, wait
+from lightning_hybrid.comm import (
+    UNKNOWN_PEER,
+    Coordinates,
+    Group,
+    broadcast_object,
+    gather_objects,
+    meet,
+    start,
+    wait,
+)
 from lightning_hybrid.planning import (
+    Cluster,
     Device,
     Machine,
     Rates,
@@ -75,6 +86,23 @@ def look_around(
     if key not in _SEEN:
         _SEEN[key] = _look_around(world, device, backend, given)
     return _SEEN[key]
+
+
+def cluster_of(
+    world: Group, machine: Machine, here: Coordinates, drivers: tuple[int, ...] = ()
+) -> Cluster:
+    """The devices in the order in which ranks are given coordinates; all ranks call this together.
+
+    Args:
+        world: group of all ranks.
+        machine: the devices.
+        here: coordinates of this rank; their order is that of the user's plan, if there is one.
+        drivers: on rank 0, the ranks that must be drivers; empty: any may be.
+    """
+    # (of the ranks that it has started, rank 0 alone knows which are servers)
+    drivers = broadcast_object(world, drivers, 0)
+    cluster = machine.cluster(here.replicas, here.ranks_per_replica, drivers)
+    return replace(cluster, order=here.order or cluster.order)
 
 
 def known_machine(

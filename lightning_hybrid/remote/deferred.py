@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +47,6 @@ from lightning_hybrid.remote.intercepted import (
     ordinary,
 )
 from lightning_hybrid.remote.own_memory import with_memory
-
-if TYPE_CHECKING:
-    from lightning_hybrid.remote.remote_gradients import RemoteGradients
 
 
 class Maker:
@@ -83,6 +80,16 @@ class Maker:
         return None
 
 
+class GradientsElsewhere(Protocol):
+    """Knows the gradients of deferred parameters, which are on the ranks that train them."""
+
+    def has_deferred(self, name: str) -> bool:
+        """Whether a parameter has a gradient."""
+
+    def clear_deferred(self, name: str) -> None:
+        """Set the gradient of a parameter to None."""
+
+
 class _Deferred(Intercepted):
     """Base of the two classes of deferred tensors."""
 
@@ -90,7 +97,7 @@ class _Deferred(Intercepted):
     """``None``: another rank has the tensor."""
     _full_name: str
     _where: str
-    _gradients: RemoteGradients | None = None
+    _gradients: GradientsElsewhere | None = None
     """On the driver, for a parameter that a worker trains: tells whether there is a gradient."""
 
     @classmethod

@@ -7,7 +7,7 @@ them, and tells it when they have changed.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -19,9 +19,6 @@ from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote.intercepted import LOOKS, Intercepted, getters, intercepted_in
-
-if TYPE_CHECKING:
-    from lightning_hybrid.remote.remote import RemoteTensors
 
 
 class RemoteKind(Enum):
@@ -55,11 +52,39 @@ class RemoteStore(Protocol):
         """Names of the parameters that have a gradient."""
 
 
+class UsesOfProxies(Protocol):
+    """Hears from proxies how the user's code uses them, and fetches their values in time.
+
+    Attributes:
+        device: the device on which proxies seem to be.
+    """
+
+    device: torch.device
+
+    def read(self, remote: "Remote") -> None:
+        """Fetch a tensor from its owner if what is here is stale."""
+
+    def touch(self, remote: "Remote") -> None:
+        """Note that a tensor was written to here."""
+
+    def enter_graph(self, remote: "Remote") -> None:
+        """Note that autograd has recorded a use of a parameter."""
+
+    def done(self) -> None:
+        """Note that an operation has used what it has read."""
+
+    def gradient(self, remote: "Remote") -> Tensor | None:
+        """The value of ``parameter.grad``."""
+
+    def assign_gradient(self, remote: "Remote", value: Tensor | None) -> None:
+        """Carry out ``parameter.grad = value``."""
+
+
 class Remote:
     """A tensor that another rank owns, and what this rank knows of it.
 
     Attributes:
-        table: what its proxies call when the user's code uses them.
+        table: hears from its proxies.
         kind: its kind.
         name: name of the tensor, or of the parameter of a gradient, in the LightningModule.
         value: its values on this rank: the parameter or buffer itself, or memory for a gradient.
@@ -71,9 +96,7 @@ class Remote:
 
     __slots__ = ("_shown", "kind", "name", "seen", "table", "value", "version", "written")
 
-    def __init__(
-        self, table: "RemoteTensors | _Kept", kind: RemoteKind, name: str, value: Tensor
-    ) -> None:
+    def __init__(self, table: UsesOfProxies, kind: RemoteKind, name: str, value: Tensor) -> None:
         self._shown: ref[Tensor] | None = None
         self.table = table
         self.kind = kind

@@ -7,17 +7,20 @@ owner's.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.remote.proxy import Remote, RemoteKind, RemoteStore, make_proxy, source_of
-
-if TYPE_CHECKING:
-    from lightning_hybrid.remote.remote import RemoteTensors
+from lightning_hybrid.remote.proxy import (
+    Remote,
+    RemoteKind,
+    RemoteStore,
+    UsesOfProxies,
+    make_proxy,
+    source_of,
+)
 
 
 class RemoteGradients:
@@ -36,7 +39,7 @@ class RemoteGradients:
 
     def __init__(
         self,
-        table: "RemoteTensors",
+        table: UsesOfProxies,
         owners: RemoteStore,
         parameters: dict[str, Remote],
         held: dict[str, Remote],

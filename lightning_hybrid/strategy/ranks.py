@@ -27,7 +27,6 @@ from lightning_hybrid.comm import (
     Group,
     Survivors,
     backend_on,
-    broadcast_object,
     choose_interface,
 )
 from lightning_hybrid.config import Config
@@ -42,6 +41,7 @@ from lightning_hybrid.process import (
     Phase,
     Servers,
     World,
+    cluster_of,
     give,
     has_met,
     history,
@@ -385,18 +385,14 @@ class StrategyRanks:
         if replicas > 1 and self._reseeds:  # drivers start with the same generators
             reset_seed()
 
-        order = self._order_of_plan
+        here = replace(self._coordinates_at(self.launched.rank), order=self._order_of_plan)
 
         def look(group: Group) -> Cluster:
-            found = machine or self.look_around(group)
-            # (of the ranks that it has started, rank 0 alone knows which are servers)
-            drivers = broadcast_object(group, self._drivers, 0)
-            cluster = found.cluster(replicas, stages, drivers)
-            return replace(cluster, order=order or cluster.order)
+            return cluster_of(group, machine or self.look_around(group), here, self._drivers)
 
         joined = join(
             world.everyone,
-            replace(self._coordinates_at(self.launched.rank), order=order),
+            here,
             backend=self._backend,
             timeout=self._timeout,
             device=self.root_device,

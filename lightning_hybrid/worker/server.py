@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hybrid.comm import ConnectionLost, Failure, Group, backend_on, broadcast_object
+from lightning_hybrid.comm import ConnectionLost, Failure, Group, backend_on
 from lightning_hybrid.planning import Cluster, give_back_memory
 from lightning_hybrid.process import (
     EndOrder,
@@ -23,6 +23,7 @@ from lightning_hybrid.process import (
     RestOrder,
     ServeOrder,
     World,
+    cluster_of,
     follow,
     join,
     know_machine,
@@ -103,9 +104,7 @@ class Server:
 
         def survey(group: Group) -> Cluster:
             machine = look_around(group, device, backend, order.capacity)
-            drivers: tuple[int, ...] = broadcast_object(group, (), 0)  # rank 0 knows them
-            cluster = machine.cluster(here.replicas, here.ranks_per_replica, drivers)
-            return replace(cluster, order=here.order or cluster.order)
+            return cluster_of(group, machine, here)
 
         joined = join(
             world.everyone,
