@@ -153,7 +153,8 @@ def start_server(rank: int) -> "subprocess.Popen[bytes]":
     """
     # (so that what stages use of the user's modules is found as the script finds it)
     paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
-    command = [sys.executable, "-m", "lightning_hybrid.worker", str(rank)]
+    # (-P: what lies in the current folder, and is not of the script, would come before all else)
+    command = [sys.executable, "-P", "-m", "lightning_hybrid.worker", str(rank)]
     # (torch would print its stack when the store goes with this process)
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment = quiet | os.environ | {"PYTHONPATH": paths, "LOCAL_RANK": str(rank)}

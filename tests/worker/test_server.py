@@ -23,6 +23,7 @@ from lightning_hybrid.process import (
     give,
     latest_order,
     orders,
+    start_server,
 )
 from lightning_hybrid.stage import StageOptions
 
@@ -76,6 +77,17 @@ def test_a_server_whose_store_is_gone_ends_without_a_word() -> None:
 @pytest.fixture
 def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, None, True)
+
+
+def test_a_server_imports_nothing_that_lies_where_the_script_was_started(
+    store: TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lightning_hybrid.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", f"{store.port}")
+    give(store, EndOrder(0))
+    assert start_server(1).wait(timeout=60) == 0
 
 
 def test_orders_arrive_as_they_were_given(store: TCPStore) -> None:
