@@ -422,15 +422,15 @@ class OptimizerCommand(Command):
 
 
 @dataclass(frozen=True)
-class KeepStates(OptimizerCommand):
-    """Write the state of an optimizer to a file, by parameter name; see :class:`KeepTensors`.
+class WriteStates(OptimizerCommand):
+    """Write this rank's states of an optimizer, by parameter name; see :class:`WriteTensors`.
 
     Attributes:
-        folder: preferred folder of the file.
+        folder: preferred folder of the file; ``None``: the states are sent.
     """
 
     answered = True
-    folder: str
+    folder: str | None
 
 
 @dataclass(frozen=True)
@@ -550,20 +550,20 @@ class GiveTensor(Command):
 
 
 @dataclass(frozen=True)
-class KeepTensors(Command):
-    """Write the parameters and buffers that this rank owns to a file.
+class WriteTensors(Command):
+    """Write the parameters and buffers that this rank owns to a file, or send them.
 
-    The answer is the file's ticket, by which other ranks find it, or ``None`` if there is no room.
+    The answer is what :meth:`lightning_hybrid.state.tensor_file.FilesOfWorker.answer` returns: the
+    file's ticket, by which the driver finds it, or the tensors.
 
     Attributes:
-        folder: preferred folder of the file.
-        at_end: whether the file is for other ranks after the run: then gradients are written too,
-            and no weight that is made for one rank alone.
+        folder: preferred folder of the file; ``None``: the tensors are sent.
+        at_end: whether the run is over, so that gradients are written too.
         but: names of tensors that are left out.
     """
 
     answered = True
-    folder: str
+    folder: str | None
     at_end: bool
     but: frozenset[str] = frozenset()
 

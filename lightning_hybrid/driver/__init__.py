@@ -1,6 +1,5 @@
 """The driver of a replica: network calls, weights, gradients and optimizers of the user's code."""
 
-from lightning_hybrid.driver.after_run import bring_here
 from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.driver import Driver
@@ -9,4 +8,4 @@ from lightning_hybrid.driver.network_options import DriverOptions, Planner
 from lightning_hybrid.driver.optimizer_kinds import register_optimizer
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.driver.streamed_calls import Batches
-from lightning_hybrid.driver.weights import present_bytes
+from lightning_hybrid.driver.weights import bring_here, present_bytes

@@ -9,7 +9,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hybrid._torch.tensors import as_they_are
-from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.comm import (
     Answer,
     CallPrecision,
@@ -38,7 +37,6 @@ from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.weights import FilesOfWorkers
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.remote import is_unread, materialize
 from lightning_hybrid.state import (
     OtherReplicas,
     Owned,
@@ -107,7 +105,7 @@ class DrivenOptimizers:
         self._links: list[OptimizerLink] = []
         self._precision: CallPrecision | None = None  # the one that was last sent to the workers
         self.streamed_by = ""
-        self._stays = ""
+        self._stays = False  # whether states stay with the workers, see `unread`
         self.before_step: Callable[[], None] = lambda: None
         self._mesh = mesh
         self._replica = mesh.coordinates.dp_rank
@@ -306,23 +304,15 @@ class DrivenOptimizers:
     def state(self, index: int) -> dict[str, dict[str, Any]]:
         """The state of an optimizer that the workers have, by parameter name.
 
-        Its tensors are on the CPU, mapped from files of the workers or received from them; inside
-        of :meth:`unread` they may stay on the workers until they are read.
+        Its tensors are on the CPU, mapped from files; inside of :meth:`unread` they stay on the
+        workers until they are read.
         """
         if not self._ownership.any_network:
             return {}
-        kept = None if self._stays == "always" else self._files.states(index)
-        if kept is not None:
-            return kept
-        found = self._states_there(index)
-        if not self._stays:
-            materialize(tensor for _, tensor in tensors_in(found) if is_unread(tensor))
-        return found
+        return self._states_there(index) if self._stays else self._files.states(index)
 
     @signals_deferred
-    def state_dict(
-        self, optimizer: Optimizer, *, here: bool, unread: bool, at_once: bool
-    ) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer, *, here: bool, unread: bool) -> dict[str, Any]:
         """The state dict that one device would have, with the states of all ranks.
 
         Where states are divided over the replicas, all drivers call this together.
@@ -331,13 +321,11 @@ class DrivenOptimizers:
             optimizer: the user's optimizer.
             here: whether this rank gets the state dict; else it gets an empty one.
             unread: whether tensors of workers stay there until they are read; see :meth:`unread`.
-            at_once: whether the caller writes it before the next step, so that tensors may stay on
-                workers whose files cannot be read here.
         """
         divides = self._others is not None and bool(self._links)
         link = self._links[self._index(optimizer)] if divides else None
         if self._others is None or link is None or link.divided is None:
-            with self.unread(always=unread) if unread or at_once else nullcontext():
+            with self.unread() if unread else nullcontext():
                 return optimizer.state_dict() if here else {}
         with self.unread() if unread else nullcontext():
             # collective: every driver sends its states, and replica 0 alone has the whole
@@ -405,17 +393,13 @@ class DrivenOptimizers:
         }
 
     @contextmanager
-    def unread(self, *, always: bool = True) -> Iterator[None]:
-        """Inside, states of workers in state dicts are unread tensors, fetched when they are read.
-
-        Args:
-            always: whether that is so even where files of the workers can be read here.
-        """
-        self._stays = "always" if always else "without files"
+    def unread(self) -> Iterator[None]:
+        """Inside, workers' states in state dicts are unread tensors, fetched when they are read."""
+        self._stays = True
         try:
             yield
         finally:
-            self._stays = ""
+            self._stays = False
 
     def _states_there(self, index: int) -> dict[str, dict[str, Any]]:
         answers = self._commands.ask(OutlineStates(index))

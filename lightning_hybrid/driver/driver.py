@@ -29,7 +29,6 @@ from lightning_hybrid.comm import (
     signals_deferred,
 )
 from lightning_hybrid.comm.protocol import Command, Placement
-from lightning_hybrid.driver.after_run import AfterRun
 from lightning_hybrid.driver.backward_passes import ChosenGradients, HeldHooks, WorkersGradients
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
@@ -47,6 +46,7 @@ from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import (
     RemoteTensors,
     ViewInMemory,
+    give_up,
     is_deferred,
     is_offloaded,
     materialize,
@@ -112,8 +112,8 @@ class Driver:
         self._options = options
         # the parts of now, by whose names workers know their tensors
         self._start = start = outline(module)
-        # names of the parameters that stay with their owners after the run, for lack of room
-        self._apart: frozenset[str] = frozenset()
+        # by name, tensors of workers that this rank has no room for after the run
+        self._lost: dict[str, torch.Tensor] = {}
         new_trace = partial(Trace, here.rank, str(here), watch)
         self._trace: Trace = before._trace if before else new_trace()
         self._networks: list[DrivenNetwork] = []
@@ -164,7 +164,6 @@ class Driver:
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         # whether the last step averaged gradients over the replicas
         self._synchronized: bool = before is None or before._synchronized
-        self._after = AfterRun(start, self.commands, self.weights, files)
         self._parts = PartsOfDriver(
             commands=self.commands,
             borrowing=self._borrowing,
@@ -487,19 +486,11 @@ class Driver:
     # ------------------------------------------------------------------ the end
 
     @signals_deferred
-    def lacking(self) -> str:
-        """Why this rank cannot have the weights of all stages; empty: it can."""
-        readable = self._files.tensors() is not None
-        if readable or not self._after.lacking(self.device, self.optimizers.optimizers):
-            return ""
-        return "the ranks have no room for all weights, and cannot read the files of each other"
-
-    @signals_deferred
     def bring_all(self, *, changed: bool = True) -> None:
         """Put the weights, buffers and gradients of all stages into the module on this rank.
 
-        They are mapped from files of the workers. Where these cannot be read, the tensors are sent,
-        if all ranks have room for them; else each rank keeps what it owns, and the user is told.
+        They are mapped from files. Where there is no room for these, the user is told, and after
+        :meth:`close` a read of a tensor that a worker owned is an error.
 
         Args:
             changed: whether the run may have changed any.
@@ -507,30 +498,17 @@ class Driver:
         self._ownership.add_copied_gradients()
         trained = {id(p) for network in self._networks for p in network.trained()}
         back = self.weights.take_back(trained if changed else None)
-        if not changed and not any(map(is_offloaded, self.weights.owned_elsewhere().values())):
+        owned = self.weights.owned_elsewhere()
+        if not changed and not any(map(is_offloaded, owned.values())):
             return
-        if self._after.map_tensors(but=back):
-            return
-        if lacking := self._after.lacking(self.device, self.optimizers.optimizers):
-            self._options.say(lacking)
-            self._apart = self._parameters_of_stages()
-        self.weights.bring_into_module(but=self._apart)
-        if not self._apart:
-            self.remote.bring_gradients()
-
-    def require_all(self) -> None:
-        """After :meth:`bring_all`, raise HybridError if weights have stayed with their owners."""
-        if self._apart:
-            raise HybridError(
-                f"The weights of {len(self._apart)} parameters cannot be brought together for new "
-                "cuts (replan='epoch'), as they could a moment before: memory or the disk of the "
-                "temporary files is full. Free some, or leave replan out."
+        try:
+            self.weights.bring_into_module(but=back)
+        except OSError as error:
+            self._options.say(
+                f"{error}. So the weights that other ranks have trained end with the run, and a "
+                "read of one is an error: checkpoints of the run have all of them."
             )
-
-    def _parameters_of_stages(self) -> frozenset[str]:
-        here = {name for n in self._networks for name in n.full_names(n.owned_names)}
-        parameters = {name for name, _ in self._start.named_parameters(remove_duplicate=False)}
-        return frozenset((here | self._ownership.network_of.keys()) & parameters)
+            self._lost = {name: tensor for name, tensor in owned.items() if name not in back}
 
     @signals_deferred
     def end(self) -> None:
@@ -553,7 +531,8 @@ class Driver:
 
     def _end(self, command: Command) -> None:
         # (after an evaluation too: if it has cut a network, workers have taken states)
-        self.optimizers.bring_states()
+        if not self._lost:
+            self.optimizers.bring_states()
         # a question, whose answers tell which workers have failed since their last ones
         self.commands.ask(command)
         self._workers.flush()
@@ -573,7 +552,7 @@ class Driver:
             # a worker answers every question with its first failure, until it is told to forget it
             self.commands.tell(protocol.ForgetFailure())
             self.bring_all()
-        if not self._apart:
+        if not self._lost:
             self.optimizers.gather_states()
 
     def abort(self, failure: Failure) -> None:
@@ -585,5 +564,7 @@ class Driver:
         """Write the trace, and make ordinary parameters and optimizers of those of the run."""
         self._trace.write()
         self.remote.close()
+        for name, tensor in self._lost.items():
+            give_up(tensor, name)
         self.optimizers.close()
         self._replicated.close()

@@ -1,13 +1,14 @@
 """The weights of all stages of one replica are brought to the driver, and from it to the workers.
 
 Workers write what they own to files (:mod:`lightning_hybrid.state.tensor_file`), which the driver
-maps. Where it cannot read them, as from another host, the weights are sent as messages.
+maps. Where it cannot open them, as from another host, the tensors are sent, and it writes a file.
 :class:`Replicated` has the data-parallel groups by which a driver's own stages, and what no network
 owns, are kept equal on all replicas.
 """
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from lightning_hybrid._torch.tensors import as_they_are, version
 from lightning_hybrid.comm import Coordinates, Group, Survivors, TensorSpec, signals_deferred
 from lightning_hybrid.comm.protocol import (
     GiveTensor,
-    KeepStates,
-    KeepTensors,
     SynchronizeBuffers,
     TakeWeights,
+    WriteStates,
+    WriteTensors,
 )
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
@@ -31,43 +32,40 @@ from lightning_hybrid.remote import (
     RemoteKind,
     is_deferred,
     is_lent,
-    is_offloaded,
+    is_unread,
     materialize,
+    refuse_lost,
     take_back,
 )
-from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of, write_tensors
+from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of
 from lightning_hybrid.state import (
     Owned,
     having_all,
     leave_to_worker,
     put_mapped,
     read_files,
+    received,
     to_send,
     unread_there,
 )
 
 
 class FilesOfWorkers:
-    """Reads what workers have: from files that they write, or tensor by tensor.
+    """Reads what workers own: from files that they write, or tensor by tensor.
 
     Args:
         commands: sends commands to the workers.
-        folder: where the files are written, if possible.
+        folder: where files are written, if possible.
         here: the coordinates of this rank.
-
-    Attributes:
-        readable: whether this rank can read the files; False once it could not read one.
     """
 
     def __init__(self, commands: Commands, folder: str, here: Coordinates) -> None:
         self.folder = folder
-        self.readable = True
+        self._opens = True  # whether this rank can open files of the workers
         self._commands = commands
         self._here = here
 
-    def tensors(
-        self, *, at_end: bool = False, but: frozenset[str] = frozenset()
-    ) -> list[Any] | None:
+    def tensors(self, *, at_end: bool = False, but: frozenset[str] = frozenset()) -> list[Any]:
         """Have each worker write the tensors that it owns to a file, and map the files.
 
         Args:
@@ -75,16 +73,21 @@ class FilesOfWorkers:
             but: names of tensors that are left out.
 
         Returns:
-            Of each file a dictionary with the tensors by name, under ``"weights"`` (buffers
-            included) and, at the end, ``"gradients"``; ``None``: the files cannot be read here.
-        """
-        return self._ask(KeepTensors(self.folder, at_end, but))
+            Of each worker a dictionary with its tensors by name, under ``"weights"`` (buffers
+            included) and ``"gradients"``.
 
-    def states(self, index: int) -> dict[str, dict[str, Any]] | None:
-        """The workers' states of optimizer ``index``, by parameter name; ``None``: not readable."""
-        found = self._ask(KeepStates(index, self.folder))
-        if found is None:
-            return None
+        Raises:
+            OSError: there is no room for a file.
+        """
+        return self._ask(WriteTensors(self.folder, at_end, but))
+
+    def states(self, index: int) -> dict[str, dict[str, Any]]:
+        """The workers' states of optimizer ``index``, by parameter name, mapped from files.
+
+        Raises:
+            OSError: there is no room for a file.
+        """
+        found = self._ask(WriteStates(index, self.folder))
         return {name: state for file in found for name, state in file.items()}
 
     def unread(self, owned: Owned, spec: TensorSpec) -> Tensor:
@@ -123,14 +126,22 @@ class FilesOfWorkers:
         [(_, tensor)] = answer.tensors
         return tensor
 
-    def _ask(self, command: KeepTensors | KeepStates) -> list[Any] | None:
-        if not self.readable:
-            return None
-        answers = [answer.value for answer in self._commands.ask(command)]
-        files = None if None in answers else read_files(answers)
-        # (one failure is enough: a rank on another host cannot read later files either)
-        self.readable = files is not None
-        return files
+    @signals_deferred
+    def _ask(self, command: WriteTensors | WriteStates) -> list[Any]:
+        if self._opens:
+            answers = [answer.value for answer in self._commands.ask(command)]
+            files = None if None in answers else read_files(answers)
+            if files is not None:
+                return files
+            # (a rank on another host cannot open later files either)
+            self._opens = False
+        return [self._sent(rank, command) for rank in self._commands.workers.ranks]
+
+    def _sent(self, rank: int, command: WriteTensors | WriteStates) -> Any:
+        """What a worker would write to a file, which it sends: this rank writes a file of it."""
+        self._commands.tell_each({rank: replace(command, folder=None)})
+        [answer] = self._commands.workers.hear([rank])
+        return received(answer, self.folder)
 
 
 class Replicated:
@@ -300,22 +311,24 @@ class Weights:
             take_back(tensor)
         return frozenset(lent)
 
-    def bring_into_module(self, *, but: Collection[str] = ()) -> None:
-        """Bring the weights of the workers' stages into the module, where it has room for them.
+    def bring_into_module(self, *, but: frozenset[str] = frozenset()) -> None:
+        """Map the weights, buffers and gradients of the workers into the module, after a run.
 
         Args:
-            but: names of the tensors that stay with their owners.
+            but: names of the tensors that this rank has already.
+
+        Raises:
+            OSError: there is no room for a file of them.
         """
-        if not self._ownership.any_network:
-            return
         self._remote.adopt_replaced(computes=False)
-        self._remote.flush()
-        owned = self.owned_elsewhere().items()
-        names = [name for name, t in owned if name not in but and not is_deferred(t)]
-        write_tensors(self._start, self._ownership.give(RemoteKind.PARAMETER, names).items())
-        names = [name for name, t in owned if is_offloaded(t)]
-        put_mapped(self._start, self._ownership.give(RemoteKind.PARAMETER, names))
+        owned = self.owned_elsewhere().keys() - but
+        found = self._files.tensors(at_end=True, but=but) if owned else []
+        for file in found:
+            weights = {name: value for name, value in file["weights"].items() if name in owned}
+            put_mapped(self._start, weights)
         self._remote.adopt_fetched()
+        gradients = {name: g for file in found for name, g in file["gradients"].items()}
+        self._remote.leave_gradients(gradients)
 
     def leave_inference(self) -> None:
         """Make ordinary buffers of inference tensors, by which evaluations have replaced buffers.
@@ -330,22 +343,17 @@ class Weights:
                         buffers[key] = value.clone()
 
     @contextmanager
-    def gathered(self, *, unread: bool = False, at_once: bool = False) -> Iterator[None]:
+    def gathered(self, *, unread: bool = False) -> Iterator[None]:
         """Inside, the module has the weights of all stages, those of workers mapped from files.
 
-        Where the files cannot be read, the weights are sent.
-
         Args:
-            unread: whether weights of workers stay there, and are fetched one by one when they are
-                read.
-            at_once: whether the caller writes them before the next step, so that they may stay on
-                workers whose files cannot be read here.
+            unread: whether weights of workers stay there instead, and are fetched one by one when
+                they are read.
+
+        Raises:
+            OSError: there is no room for the files.
         """
-        values = None if unread else self._mapped()
-        if values is None:
-            values = self._unread()
-            if not (unread or at_once):
-                materialize(values.values())
+        values = self._unread() if unread else self._mapped()
         with having_all(self._start, values), self._remote.showing(values):
             yield
 
@@ -371,15 +379,13 @@ class Weights:
         )
 
     @signals_deferred
-    def _mapped(self) -> dict[str, Tensor] | None:
-        """By name, what workers own, mapped from their files; ``None``: these cannot be read."""
+    def _mapped(self) -> dict[str, Tensor]:
+        """By name, what workers own, mapped from files."""
         if not self._ownership.any_network:
             return {}
         self._remote.adopt_replaced(computes=False)
-        found, elsewhere = self._files.tensors(), self.owned_elsewhere()
-        if found is None:
-            return None
-        named = (pair for file in found for pair in file["weights"].items())
+        elsewhere = self.owned_elsewhere()
+        named = (pair for file in self._files.tensors() for pair in file["weights"].items())
         return {name: value for name, value in named if name in elsewhere}
 
     def owned_elsewhere(self) -> dict[str, Tensor]:
@@ -421,6 +427,18 @@ class Weights:
             replica_group.broadcast_buffers(among)
         if self._replicated.here or not self._commands.workers.ranks:
             self._replicated.rest.broadcast_buffers(among)
+
+
+def bring_here(module: nn.Module) -> None:
+    """Read the tensors of a module that an earlier run has left in files, before another run.
+
+    Raises:
+        NoAddresses: the address space has no room for them.
+        DeferredError: one was lost with an earlier run.
+    """
+    tensors = (*module.parameters(), *module.buffers())
+    refuse_lost(tensors)
+    materialize(filter(is_unread, tensors))
 
 
 def present_bytes(module: nn.Module, device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from lightning_hybrid.remote.deferred import (
     count_as_whole,
+    give_up,
     is_deferred,
     is_lent,
     is_of_one_rank,

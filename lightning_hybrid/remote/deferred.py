@@ -524,9 +524,8 @@ _LOST = "not here: its rank has failed, or could not hand it over"
 
 
 def give_up(tensor: Tensor, name: str) -> None:
-    """Make a vacant tensor one whose reading is an error, since its numbers will not be fetched."""
-    if is_vacant(tensor):
-        offload(tensor, name, _LOST)
+    """Make a tensor whose reading is an error, since the numbers of its owner will not come."""
+    offload(tensor, name, _LOST)
 
 
 def refuse_lost(tensors: Iterable[Tensor]) -> None:

@@ -232,7 +232,8 @@ class RemoteTensors:
             if source_of(view) in owned:
                 make_plain(view)
         for name, remote in parameters.items():
-            give_up(remote.value, name)
+            if is_vacant(remote.value):
+                give_up(remote.value, name)
         for name, gradient in self._brought.items():
             parameter = parameters[name].value
             if not is_unread(parameter):
@@ -380,18 +381,6 @@ class RemoteTensors:
             remote = self._tensors[RemoteKind.PARAMETER][name]
             remote.seen = self._age[RemoteKind.PARAMETER]
             remote.note_equal()
-
-    def bring_gradients(self) -> None:
-        """Fetch all gradients at the end of a run; :meth:`close` puts them on the parameters."""
-        if not self._tensors[RemoteKind.PARAMETER]:
-            return
-        self.flush()
-        with torch.no_grad(), as_they_are():
-            parameters, names = self._tensors[RemoteKind.PARAMETER], self.gradients.names()
-            here = [name for name in names if not is_deferred(parameters[name].value)]
-            values = self._owners.give(RemoteKind.GRADIENT, here)  # (some may be sparse)
-            values = {n: v.to(parameters[n].value.device) for n, v in values.items()}
-        self.leave_gradients(values)
 
     def leave_gradients(self, values: Mapping[str, Tensor]) -> None:
         """Take over gradients at the end of a run; :meth:`close` puts them on the parameters.

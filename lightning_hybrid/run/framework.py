@@ -6,7 +6,6 @@ Fabric has no loops, and so neither batches nor the state of a run.
 from pathlib import Path
 
 from lightning_hybrid._lightning import Trainer, TrainerStatus
-from lightning_hybrid.run.checkpoint_io import AtomicCheckpointIO
 
 
 class TrainerFramework:
@@ -35,11 +34,6 @@ class TrainerFramework:
         return self.trainer.accumulate_grad_batches > 1
 
     @property
-    def streams(self) -> bool:
-        """Whether checkpoints are written by this package, tensor by tensor."""
-        return type(self.trainer.strategy.checkpoint_io) is AtomicCheckpointIO
-
-    @property
     def went_well(self) -> bool:
         """Whether the Trainer was not interrupted."""
         return self.trainer.state.status != TrainerStatus.INTERRUPTED
@@ -51,7 +45,6 @@ class FabricFramework:
     It has the attributes of :class:`TrainerFramework`.
     """
 
-    streams = False
     accumulates = False
     went_well = True
 

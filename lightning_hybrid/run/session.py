@@ -291,9 +291,7 @@ class DriverSession:
             plans: by name of the network.
         """
         self._driver.check()
-        reasons = gather_objects(
-            self._run.world.mesh.drivers, self._networks.changed() or self._driver.lacking()
-        )
+        reasons = gather_objects(self._run.world.mesh.drivers, self._networks.changed())
         reason = next(filter(None, reasons), "")
         for part in self._parts:
             part.cuts_decided(plans, reason)
@@ -302,7 +300,6 @@ class DriverSession:
         self.await_shards()  # a worker may be writing
         self._networks.close()
         self._driver.bring_all()
-        self._driver.require_all()
         self._driver.close()
         self._release()
         self._driver.end_stages()
@@ -371,9 +368,8 @@ class DriverSession:
             self._driver.weights.broadcast_buffers()
         if not here:
             return {}
-        at_once = self._streams and unread is None
         unread = self._saves_shards if unread is None else unread
-        with self._driver.weights.gathered(unread=unread, at_once=at_once):
+        with self._driver.weights.gathered(unread=unread):
             return module.state_dict()
 
     def full_state_dict(
@@ -400,15 +396,8 @@ class DriverSession:
         if self._run.world.phase is Phase.RUNNING:
             self.fence()
             optimizers = self._driver.optimizers
-            return optimizers.state_dict(
-                optimizer, here=here, unread=self._saves_shards, at_once=self._streams
-            )
+            return optimizers.state_dict(optimizer, here=here, unread=self._saves_shards)
         return self._driver.optimizers.left(optimizer) if here else {}
-
-    @property
-    def _streams(self) -> bool:
-        """Whether a checkpoint is written at once, tensor by tensor."""
-        return self._run.framework.streams and self._run.world.phase is Phase.RUNNING
 
     @property
     def _saves_shards(self) -> bool:

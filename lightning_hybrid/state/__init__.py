@@ -58,5 +58,6 @@ from lightning_hybrid.state.tensor_file import (
     let_go_of_checkpoints,
     put_mapped,
     read_files,
+    received,
 )
 from lightning_hybrid.state.whole_checkpoint import load_checkpoint, save_checkpoint

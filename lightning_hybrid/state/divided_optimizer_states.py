@@ -33,7 +33,7 @@ from lightning_hybrid.comm import (
 )
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import Broadcasts
-from lightning_hybrid.state.tensor_file import PIECE_BYTES, TensorFile, let_go, read_files
+from lightning_hybrid.state.tensor_file import PIECE_BYTES, TensorFile, let_go
 
 ReplicaOfState = dict[str, int]
 """By name of a parameter, the number of the replica that has its state, which never changes."""
@@ -218,8 +218,7 @@ def gather_states(group: Group, mine: StatesByName, folder: str) -> StatesByName
                 name: {key: _stored(file, group, source, value) for key, value in state.items()}
                 for name, state in theirs.items()
             }
-            for states in read_files([file.ticket(stored)]) or ():
-                found |= states
+            found |= file.mapped(stored)
     return found
 
 

@@ -1,11 +1,10 @@
-"""Tensors in a file without a name, from which other processes of the host map what they read.
+"""Tensors in a file without a name, from which processes of this host map what they read.
 
-At the end of a run every rank keeps what it owns, and the script continues on all of them. It may
-read any weight there, at any time, and change it, as if each rank had a module of its own.
-So a rank writes what it owns to a file that has no name, and the others map it: until they read a
-number it takes no memory, then as much as the system has to spare (it may drop those pages again,
-as it does with every file), and what they write is theirs alone. A file lives as long as any
-process has it open; a kill leaves nothing on the disk.
+Workers write what they own to such files, and their driver maps these: until it reads a number it
+takes no memory, then as much as the system has to spare (it may drop those pages again, as it does
+with every file), and what the driver writes is its own. Where it cannot open a worker's file, as on
+another host, the worker sends the tensors one by one, and the driver writes them to a file of its
+own. A file lives as long as any process has it open; a kill leaves nothing on the disk.
 
 `load_unread` loads a checkpoint that the address space of a process has no room for. As torch reads
 the checkpoint, each storage is written to a file without a name and freed, and a tensor is read
@@ -13,15 +12,16 @@ from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So at most
 at a time is in memory.
 """
 
+import errno
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 from weakref import WeakValueDictionary, finalize
 
 import numpy as np
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
 from lightning_hybrid._trees import Token, rebuild, tensors_in
-from lightning_hybrid.comm import TensorSpec, bytes_of
+from lightning_hybrid.comm import Answer, TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning import free_addresses, gigabytes
+from lightning_hybrid.planning import free_addresses, free_on, gigabytes
 from lightning_hybrid.remote import (
     PAGE_OUT,
     Unread,
@@ -71,6 +71,17 @@ class _PlaceInFile(Token):
 
 
 @dataclass(frozen=True)
+class _PlaceInMessage(Token):
+    """Stands in place of a tensor in a value, and says which tensor of a message it is.
+
+    Attributes:
+        number: number of the tensor.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Ticket:
     """What other processes of the host need to read a file.
 
@@ -91,11 +102,15 @@ class TensorFile:
 
     Args:
         folder: where to make it; the system's temporary one if nothing can be written there.
+        nbytes: how many bytes will be written. Where no disk has room for them, and the memory has,
+            the file is one in memory.
+
+    Raises:
+        OSError: there is no room for so many bytes.
     """
 
-    def __init__(self, folder: str) -> None:
-        writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
-        self._file = TemporaryFile(dir=folder if writable else None)  # noqa: SIM115  others open it
+    def __init__(self, folder: str, nbytes: int = 0) -> None:
+        self._file = _nameless_file(folder, nbytes)
         self._kept = _OpenFile(self._file)
         # by the time the path is opened its process number may be that of another host or process
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -108,6 +123,34 @@ class TensorFile:
             OSError: there is no room for them.
         """
         return self.ticket(rebuild(value, lambda p: self._write(p) if _is_dense(p) else p))
+
+    def receive(self, value: Any, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> Any:
+        """Write tensors as they come, and map them.
+
+        Args:
+            value: nested containers with a `_PlaceInMessage` for each of the tensors.
+            specs: of the tensors.
+            tensors: contiguous ones, in the order of their numbers.
+
+        Returns:
+            The containers with the tensors, which map this file.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        places = [self._write(spec.laid_out(tensor)) for tensor, spec in zip(tensors, specs)]
+        return self.mapped(
+            rebuild(value, lambda p: places[p.number] if isinstance(p, _PlaceInMessage) else p)
+        )
+
+    def mapped(self, packed: Any) -> Any:
+        """Nested containers with the tensors that were written, which map this file.
+
+        Args:
+            packed: the containers, with tokens of :meth:`store` in place of tensors.
+        """
+        self._file.flush()
+        return _mapped_by(os.fdopen(os.dup(self._file.fileno()), "rb"), packed)
 
     def store(self, spec: TensorSpec, pieces: Iterable[Tensor]) -> Token:
         """Write a tensor that comes in pieces. Returns a token to put in its place.
@@ -154,6 +197,27 @@ class TensorFile:
         return self.store(spec, (piece.cpu() for piece in memory.split(PIECE_BYTES)))
 
 
+def _nameless_file(folder: str, nbytes: int) -> BinaryIO:
+    """A new file without a name; see :class:`TensorFile`."""
+    writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
+    for place in (folder, None) if writable else (None,):
+        with suppress(OSError):
+            file = TemporaryFile(dir=place)  # noqa: SIM115  others open it
+            disk = os.fstatvfs(file.fileno())
+            if nbytes <= disk.f_bavail * disk.f_frsize:
+                return cast(BinaryIO, file)
+            file.close()
+    free = free_on(torch.device("cpu"))
+    if hasattr(os, "memfd_create") and (free is None or nbytes < free):
+        return os.fdopen(os.memfd_create("tensors"), "w+b")
+    raise OSError(
+        errno.ENOSPC,
+        f"There is no room for {gigabytes(nbytes)} of tensors: neither in this folder, nor in the "
+        "system's temporary one (TMPDIR), nor in memory",
+        folder,
+    )
+
+
 def _is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
 
@@ -179,12 +243,17 @@ def _read(ticket: Ticket) -> Any | None:
     if file.read(_TOKEN_BYTES) != ticket.token:
         file.close()
         return None
+    return _mapped_by(file, ticket.value)
+
+
+def _mapped_by(file: BinaryIO, packed: Any) -> Any:
+    """Nested containers with the tensors of a file, which is closed when none needs it any more."""
     # in a limited address space a whole file could leave too little to compute with
     if not may_be_mapped(file):
-        return rebuild(ticket.value, _unread_from(file))
+        return rebuild(packed, _unread_from(file))
     memory = _map(file)
     file.close()
-    return rebuild(ticket.value, _mapped_from(memory))
+    return rebuild(packed, _mapped_from(memory))
 
 
 def may_be_mapped(file: BinaryIO) -> bool:
@@ -361,29 +430,63 @@ def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 class FilesOfWorker:
-    """Writes tensors of a worker to a file for other ranks, and maps the files of others.
+    """Writes tensors of a worker to a file for its driver."""
 
-    Args:
-        module: the LightningModule of this rank.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self) -> None:
         self._file: TensorFile | None = None
 
-    def write(self, value: Any, folder: str) -> Ticket | None:
-        """Write tensors to a file that is kept until the next call; ``None``: there is no room."""
+    def answer(self, value: Any, folder: str | None) -> Answer:
+        """The answer to a command to write tensors, or to send them.
+
+        Args:
+            value: nested containers with the tensors.
+            folder: where to write a file, if possible, which is kept until the next call; ``None``:
+                send them.
+
+        Returns:
+            Its value is the file's `Ticket`, or ``None`` if there is no room for a file. If tensors
+            are sent: the containers, with a `_PlaceInMessage` for each tensor, and the specs.
+        """
         self.close()
+        found: list[Tensor] = []
+
+        def take(part: Any) -> Any:
+            if not _is_dense(part):
+                return part
+            found.append(part)
+            return _PlaceInMessage(len(found) - 1)
+
+        packed = rebuild(value, take)
+        if folder is None:
+            specs = [TensorSpec.of(tensor, gradient=False) for tensor in found]
+            named = ((str(number), tensor) for number, tensor in enumerate(found))
+            return Answer(value=(packed, specs), tensors=named)
         with suppress(OSError):
-            self._file = TensorFile(folder)
-            return self._file.write(value)
-        return None
+            self._file = TensorFile(folder, sum(tensor.nbytes for tensor in found))
+            return Answer(value=self._file.write(value))
+        return Answer()
 
     def close(self) -> None:
-        """Close the file; all other ranks have opened it by now."""
+        """Close the file; the driver has opened it by now."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def received(answer: Answer, folder: str) -> Any:
+    """On a driver: what a worker sends by :meth:`FilesOfWorker.answer`, in a file of this rank.
+
+    Args:
+        answer: the worker's.
+        folder: preferred folder of the file.
+
+    Raises:
+        OSError: there is no room for the file.
+    """
+    packed, specs = answer.value
+    nbytes = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)
+    with closing(TensorFile(folder, nbytes)) as file:
+        return file.receive(packed, specs, (tensor for _, tensor in answer.tensors))
 
 
 def put_mapped(module: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -90,7 +90,7 @@ class Worker:
         self._networks: list[StagedNetwork] = []
         # (a tied weight is there under each of its names, since commands may use any)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        self._files = FilesOfWorker(module)
+        self._files = FilesOfWorker()
         here = mesh.coordinates
         group = mesh.data_parallel if shards and here.replicas > 1 else None
         self._optimizers = WorkerOptimizers(parameters, self._files, group)

@@ -77,8 +77,8 @@ class WorkerOptimizers:
         found: Tensor = self.all[owned.optimizer].state[parameter][owned.state]
         return found
 
-    def _keep_states(self, command: protocol.KeepStates) -> Answer:
-        return Answer(value=self._files.write(self.states(command.optimizer), command.folder))
+    def _write_states(self, command: protocol.WriteStates) -> Answer:
+        return self._files.answer(self.states(command.optimizer), command.folder)
 
     def _zero_grad(self, command: protocol.ZeroGrad) -> None:
         self.all[command.optimizer].zero_grad(command.set_to_none)

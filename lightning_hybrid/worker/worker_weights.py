@@ -17,7 +17,7 @@ class WorkerWeights:
         module: the LightningModule of this rank.
         parameters: all of its parameters by name, a tied one under each of its names.
         networks: the networks that are cut; the list may grow.
-        files: writes files that other ranks map, and maps theirs.
+        files: writes files that the driver maps.
         line: takes tensors to the driver and back, from device to device.
 
     Attributes:
@@ -63,15 +63,15 @@ class WorkerWeights:
         # (each is written as it arrives, since there may be no room for all of them at once)
         write_tensors(self._module, command.tensors)
 
-    def _keep_tensors(self, command: protocol.KeepTensors) -> Answer:
-        """Write what this rank owns to a file; at the end of a run with gradients."""
+    def _write_tensors(self, command: protocol.WriteTensors) -> Answer:
+        """Write, or send, what this rank owns; at the end of a run with gradients."""
         tensors, owned = tensors_of(self._module), self._owned()
         kept = {name: tensors[name] for name in owned if name not in command.but}
         gradients: dict[str, torch.Tensor] = {}
         if command.at_end:
             gradients = {name: g for name in kept if (g := kept[name].grad) is not None}
         value = {"weights": kept, "gradients": gradients}
-        return Answer(value=self._files.write(value, command.folder))
+        return self._files.answer(value, command.folder)
 
     def _owned(self) -> list[str]:
         """Names in the LightningModule of the tensors that this rank owns."""

@@ -1,7 +1,7 @@
 """After a run each rank finds all weights, and changes its own; files need not be readable."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hybrid.comm.protocol import GiveFailure
-from lightning_hybrid.driver import after_run, bring_here
+from lightning_hybrid.driver import bring_here
 from lightning_hybrid.driver import weights as files
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import is_deferred, is_unread, is_vacant
@@ -388,17 +388,20 @@ def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("several_hosts")
-def test_where_the_driver_has_no_room_it_keeps_what_it_owns(
-    replicas: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("devices", DEVICES)
+def test_where_there_is_no_room_for_files_the_driver_keeps_what_it_owns(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(after_run, "free_on", lambda _: 100)
-    trained = Trained(replicas, (1, 0))
+    trained = Trained(replicas, devices)
+    monkeypatch.setattr(tensor_file, "free_on", lambda _: 100)
+    monkeypatch.setattr(tensor_file, "TemporaryFile", no_disk)
     said: list[str] = []
     driver = trained.replica.driver
     monkeypatch.setattr(driver, "_options", replace(driver._options, say=said.append))
     trained.end()
     [line] = said
-    assert "and 1e-07 GB are free" in line
+    assert "no room for" in line
+    assert "checkpoints of the run have all of them" in line
     away = set()
     for name, expected in trained.reference.named_parameters():
         found = trained.module.get_parameter(name)
@@ -409,15 +412,56 @@ def test_where_the_driver_has_no_room_it_keeps_what_it_owns(
         else:
             assert_same(found.detach(), expected.detach())
     assert away == set(trained.replica.driver.weights.owned_elsewhere()) & away != set()
+    with pytest.raises(DeferredError, match="not here"):
+        bring_here(trained.module)
+
+
+def no_disk(*_: Any, **__: Any) -> None:
+    raise FileNotFoundError("no usable temporary directory")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_without_a_disk_files_are_in_memory(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch, hosts: int
+) -> None:
+    monkeypatch.setattr(tensor_file, "TemporaryFile", no_disk)
+    if hosts > 1:
+        monkeypatch.setattr(files, "read_files", lambda _: None)
+    trained = Trained(replicas, (1, 0))
+    trained.end()
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
 
 
 @pytest.mark.usefixtures("several_hosts")
-def test_a_checkpoint_is_fetched_tensor_by_tensor_and_before_the_next_step(
-    replicas: Any, tmp_path: Path
+def test_numbers_that_are_sent_take_memory_for_one_tensor_at_a_time(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = Trained(replicas, (1, 2, 0))
+    come, kept = WeakSet[Tensor](), list[int]()
+
+    class Counted(tensor_file.TensorFile):
+        def receive(self, value: Any, specs: Any, tensors: Iterable[Tensor]) -> Any:
+            return super().receive(value, specs, self._counted(tensors))
+
+        @staticmethod
+        def _counted(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+            for tensor in tensors:
+                come.add(tensor)
+                kept.append(len(come))
+                yield tensor
+
+    monkeypatch.setattr(tensor_file, "TensorFile", Counted)
+    with trained.replica.driver.weights.gathered():
+        found = {name: t.clone() for name, t in trained.module.state_dict().items()}
+    assert_same(found, dict(trained.reference.state_dict()))
+    assert len(kept) > 4
+    assert max(kept) <= 2  # (the one before is dropped when the next one has come)
+
+
+def test_an_unread_state_dict_is_read_before_the_next_step(replicas: Any, tmp_path: Path) -> None:
+    trained = Trained(replicas, (1, 2, 0))
     driver = trained.replica.driver
-    with driver.weights.gathered(at_once=True), driver.optimizers.unread(always=False):
+    with driver.weights.gathered(unread=True), driver.optimizers.unread():
         saved = {"state_dict": trained.module.state_dict(), "states": trained.mine.state_dict()}
     assert any(map(is_unread, saved["state_dict"].values()))
     save_checkpoint(saved, tmp_path / "saved.ckpt")

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from lightning_hybrid.comm.protocol import GiveFailure
-from lightning_hybrid.driver import after_run
 from lightning_hybrid.driver import weights as files
 from lightning_hybrid.remote import is_vacant
 
@@ -122,26 +121,3 @@ def test_a_worker_has_memory_for_its_new_stage_alone(replicas: Callable[..., Rep
     replica.driver.commands.ask(GiveFailure())  # it has done what it was told
     weights = [replica.modules[1].get_parameter(f"net.{2 * number}.weight") for number in range(4)]
     assert [is_vacant(weight) for weight in weights] == [False, True, True, True]
-
-
-@pytest.mark.usefixtures("_hosts")
-def test_where_weights_have_no_room_stages_stay_what_they_are(
-    replicas: Callable[..., Replica],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
-    one_host = "one host" in request.node.name
-    module, reference = model(), model()
-    replica = replicas(module, (1, 0), trains=True)
-    mine, theirs = (AdamW(m.parameters(), lr=0.05) for m in (module, reference))
-    replica.driver.optimizers.connect([mine])
-    monkeypatch.setattr(after_run, "free_on", lambda _: 0)
-    for number, value in enumerate(batches(2)):
-        # to look changes nothing
-        assert bool(replica.driver.lacking()) is not one_host
-        replica.driver.begin_step(number)
-        step(module, mine, replica, value)
-        step(reference, theirs, in_parts(reference), value)
-    torch.testing.assert_close(
-        dict(module.state_dict()), dict(reference.state_dict()), rtol=0, atol=1e-10
-    )

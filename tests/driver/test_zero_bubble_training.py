@@ -86,8 +86,8 @@ def engines(replica: Replica) -> Any:
 
 
 def gradients(replica: Replica) -> dict[str, Tensor | None]:
-    stages = [rank.owned[0].specializations[0] for rank in engines(replica)]
-    return {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    """After the end of a run."""
+    return {name: parameter.grad for name, parameter in replica.model.net.named_parameters()}
 
 
 def one_device(module: Model, value: Tensor, microbatches: int, times: int = 2) -> Tensor:

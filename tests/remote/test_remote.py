@@ -155,7 +155,7 @@ def test_at_the_end_the_gradients_that_are_left_come_here(world: World) -> None:
     world.there[0].weight.grad, world.there[2].weight.grad = dense.clone(), sparse.clone()
     weight = world.here[0].weight
     kept = weight.grad
-    world.remote.bring_gradients()
+    world.remote.leave_gradients({"0.weight": dense.clone(), "2.weight": sparse})
     world.remote.close()
     assert torch.equal(weight.grad, dense)
     assert torch.equal(kept + 0, dense)
