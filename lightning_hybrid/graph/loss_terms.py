@@ -377,13 +377,16 @@ class _TailRecorder(Labelling):
 
 
 def total_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
-    """What a mean of `torch.nn.functional.nll_loss` is divided by: the weights of its targets.
+    """The divisor of a mean of `torch.nn.functional.nll_loss`: the sum of its targets' weights.
 
     Args:
         target: class numbers, of any shape.
-        weight: (C,) of the classes; ``None``: each is 1.
-        ignored: the number of targets that do not count.
-        dtype: of the result.
+        weight: (C,) the weight of each class; ``None``: each is 1.
+        ignored: the class number of targets that do not count.
+        dtype: the type of the result.
+
+    Returns:
+        A scalar.
     """
     counts = target != ignored
     if weight is None:

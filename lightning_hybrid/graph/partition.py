@@ -125,9 +125,9 @@ def _same_module(one: Layer, other: Layer) -> bool:
 def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     """Numbers of the heavy layers: those that compute with weights, and embedding tables.
 
-    A pointwise layer (whose weights have size 1 in space) does not count if another heavy layer of
-    the same or a containing module reads all that it reads: the shortcut of a residual block, or
-    the projections to queries, keys and values of attention.
+    A pointwise layer (linear, or a convolution of kernel size 1) does not count if another heavy
+    layer of the same or a containing module reads all that it reads: the shortcut of a residual
+    block, or the projections to queries, keys and values of attention.
 
     Args:
         graph: the captured network.

@@ -33,7 +33,7 @@ def _instead_of(name: str) -> Callable[..., Any]:
 
 _INSTEAD = {name: _instead_of(name) for name in _NAMES}
 lstm, gru, rnn_tanh, rnn_relu = RECURRENT = tuple(_INSTEAD.values())
-"""All replacements, as the nodes of captured graphs call them."""
+"""All replacements (lstm, gru, rnn_tanh, rnn_relu), as the nodes of captured graphs call them."""
 
 FREE_SEQUENCES = [(_functions, name, instead) for name, instead in _INSTEAD.items()]
 """(owner, name, replacement) of each function that must be replaced during captures."""
