@@ -386,7 +386,13 @@ class _Parts:
         return None if effects.ambient else "it is in a transformation of functions"
 
     def _of_taken(self, node: fx.Node) -> str | None:
-        """Why a node's results in micro-batches cannot be joined to one for all samples."""
+        """Why a node's results in micro-batches cannot be joined, or cannot be sent to the driver.
+
+        In words; ``None``: they can.
+
+        Args:
+            node: a node in `taken`, or of the prologue.
+        """
         graph, label = self.graph, self.followed.label(node)
         if isinstance(label, Rows) and label.outer != 1:
             return f"samples lie inside of a dimension of {graph.place_of(node)}"
@@ -436,7 +442,13 @@ class _Parts:
 
 
 def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -> None:
-    """Note in a graph where samples are in inputs and outputs, and that batches may be split."""
+    """Note in a graph where samples are in its inputs and outputs, and that batches may be split.
+
+    Args:
+        heavy: the graph that goes through the stages; changed.
+        parts: the division of the captured graph.
+        copies: per node of the captured graph, the same node in ``heavy``.
+    """
     originals = {copy: node for node, copy in copies.items()}  # (clones of weights have none)
 
     def label(node: fx.Node) -> Rows | None:
