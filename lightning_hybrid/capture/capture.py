@@ -105,7 +105,7 @@ ShapeAndType = tuple[tuple[int, ...], torch.dtype]
 
 
 def kind_of(tensor: Tensor) -> ShapeAndType:
-    """Shape and type of a tensor, also of one of a subclass."""
+    """Shape and type of a tensor; of a subclass too, without its own ``__torch_function__``."""
     with as_they_are():
         return tuple(tensor.shape), tensor.dtype
 
@@ -171,7 +171,9 @@ def _refuse_inside(given: Iterable[Tensor]) -> None:
     """Refuse tensors of a subclass inside of containers, since the network may write to containers.
 
     Args:
-        given: the tensors in the arguments of a call, after those that are arguments were replaced.
+        given: all tensors in a call's arguments. Those that are arguments themselves have been
+            replaced by ordinary tensors, so any subclass that an ordinary tensor could replace is
+            in a container.
 
     Raises:
         NotCaptured: there is one.

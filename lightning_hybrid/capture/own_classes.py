@@ -45,12 +45,19 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def like(result: Any, first: Tensor, given: Mapping[int, Tensor]) -> Any:
-    """What a network has returned for ordinary tensors, in the classes that it has without stages.
+    """Give the results of a call on ordinary tensors the classes that users expect.
+
+    These are the classes that the results have without stages.
 
     Args:
-        result: containers with tensors.
-        first: the first argument of a class of its own.
-        given: all of these arguments, by the identity of the ordinary tensor in their place.
+        result: what the network has returned: containers with tensors.
+        first: the first argument of a subclass of Tensor, as the user gave it.
+        given: all arguments of a subclass, each by the ``id`` of the ordinary tensor (from `plain`)
+            that took its place.
+
+    Returns:
+        A copy of ``result``. An argument that is returned is the user's tensor again; any other
+        ordinary tensor becomes one of the class of ``first``.
     """
 
     def followed(part: Any) -> Any:

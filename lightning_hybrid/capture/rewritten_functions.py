@@ -29,15 +29,15 @@ _allow_in_graph: Any = torch.compiler.allow_in_graph
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)
 def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
-    """Python's ``pow``, by the operator ``**``, which TorchDynamo follows."""
+    """Replaces Python's ``pow`` in captured code: TorchDynamo follows the operator ``**``."""
     return operator.pow(base, exp) if mod is None else operator.pow(base, exp) % mod
 
 
 def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-    """Whether a mask is the causal one, for `torch.nn.TransformerEncoder` and the like.
+    """Replaces torch's test in captured code whether a mask of a transformer is the causal one.
 
-    Torch compares the mask's numbers. Here it is so only if ``is_causal`` says it; else the mask is
-    used as it is, which gives the same results, to rounding.
+    Torch compares the mask's numbers. Here a mask is causal only if ``is_causal`` says so; else it
+    is used as it is, which gives the same results, to rounding.
     """
     return is_causal is True
 

@@ -46,13 +46,13 @@ class Effects:
     Memory has numbers: tensors that share memory have the same number.
 
     Attributes:
-        results: numbers of the memory that the tensors which it returns lie in.
-        writes: numbers of the memory that it changes in place.
-        random: whether it draws from torch's generators, or may.
+        results: numbers of the memory that the returned tensors lie in.
+        writes: numbers of the memory that the operation changes in place.
+        random: whether it draws from torch's generators; true also if that is not known.
         ambient: whether, after it, the modes that a cut cannot switch (``vmap`` levels, derivatives
             in forward mode, inference mode) are as at the beginning of the graph.
         unknown: why its effects are not known, in words that follow "what it does"; ``None``: they
-            are.
+            are known.
         flops: floating-point operations of convolutions and matrix products, at the captured sizes.
     """
 
@@ -268,7 +268,8 @@ def captured_size(number: Any, batch: int) -> int:
 
     Args:
         number: a plain or symbolic number.
-        batch: what each of its symbols counts as, if its value depends on values of tensors.
+        batch: the value to take for its symbols if the number depends on values of tensors, so that
+            the capture does not tell it.
     """
     known = captured_value(number)
     if known is None:
@@ -305,7 +306,9 @@ class _EffectsMode(TorchDispatchMode):
 
 
 def _fixed_modes() -> tuple[Any, ...]:
-    """The present state of all modes that a stage cannot switch (it can gradients and autocast).
+    """The present state of all modes that a stage cannot switch by itself.
+
+    (Gradients and autocast are none of these.)
 
     Returns:
         Whether inference mode is on, the default type, and the levels of function transforms and of

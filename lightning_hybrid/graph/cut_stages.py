@@ -23,9 +23,7 @@ from lightning_hybrid.graph.stage_code import GraphCode
 from lightning_hybrid.remote import materialize
 
 MOST_COMPILED = 64
-"""For how many different input sizes a stage is compiled; for others it runs uncompiled, and torch
-warns.
-"""
+"""For how many input sizes a stage is compiled; for more it runs uncompiled, and torch warns."""
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:

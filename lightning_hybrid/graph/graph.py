@@ -623,7 +623,7 @@ def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
     order = sorted(range(first.dim()), key=lambda d: (-strides[d], d))
     size = list(first.shape)
     size[dim] = sum(part.shape[dim] for part in parts)
-    # (no view, which would require a gradient only if the tensor behind it does)
+    # (no view, which would require a gradient only if the tensor that it views does)
     whole = torch.empty_permuted(size, order, dtype=first.dtype, device=first.device)
     permuted = [part.permute(order) for part in parts]
     torch.cat(permuted, order.index(dim), out=whole.permute(order))

@@ -55,10 +55,13 @@ class NoSum(Exception):
 
 
 class MadeOf(Enum):
-    """What a tensor of the tail is made of.
+    """What a tensor is made of that the tail of a network computes (all that follows the stages).
 
-    KNOWN: the inputs alone. ROWS: each entry one sample alone. SUM: a sum over samples of such
-    terms. AFTER: Sums and Known. MEET: anything else. (The docstring of the module says more.)
+    * KNOWN: of inputs alone.
+    * ROWS: each entry of one sample alone.
+    * SUM: a sum over samples of terms that are each of one sample and Known.
+    * AFTER: of Sums and Known.
+    * MEET: anything else.
     """
 
     KNOWN = "known"
@@ -151,7 +154,10 @@ def _needed(steps: Sequence[_TailOperator], results: Iterable[int]) -> list[_Tai
 
 
 class _TailRecorder(Labelling):
-    """A dispatch mode that numbers tensors, records operators and notes what results are made of.
+    """A dispatch mode that records the operators of a tail, and notes what results are made of.
+
+    Each tensor gets a number. (The tail is what a network computes for all samples after the
+    stages; see `MadeOf` for Known and Sum.)
 
     Args:
         symbols: all size symbols of the number of samples.
@@ -192,7 +198,7 @@ class _TailRecorder(Labelling):
         return self._kept[number]
 
     def sums(self, tensor: Tensor) -> frozenset[int]:
-        """Numbers of the Sums that a tensor is computed from; of a Sum its own number."""
+        """Numbers of the Sums (`MadeOf.SUM`) that a tensor is computed from; of a Sum its own."""
         if self.kind(tensor) is MadeOf.SUM:
             return frozenset([self.number(tensor)])
         return self._followed.get(id(tensor), frozenset())
@@ -229,7 +235,10 @@ class _TailRecorder(Labelling):
         return result
 
     def _is_own(self, tensor: Tensor) -> bool:
-        """Whether a recorded operator has made a tensor, and no other tensor shares its memory."""
+        """Whether a recorded operator has made a tensor, and no other tensor shares its memory.
+
+        (So that it may be changed in place without changing what is known of others.)
+        """
         alone = len(self._views.get(memory_of(tensor)[0], ())) == 1
         return alone and self._numbers.get(id(tensor)) in self._made
 
@@ -270,10 +279,10 @@ class _TailRecorder(Labelling):
             self.know(out)
 
     def know(self, tensor: Tensor) -> int:
-        """Note a tensor as Known, to be computed for all samples at once; returns its number.
+        """Note a tensor as `MadeOf.KNOWN`, computed once for all samples; returns its number.
 
-        A Known tensor whose shape depends on the batch is split for micro-batches along its
-        dimension of samples; it is noted as Meet if it has none.
+        If its shape depends on the batch it is split for micro-batches along the dimension of its
+        samples; if it has no such dimension, it is noted as `MadeOf.MEET` instead.
         """
         number = self.take(tensor, MadeOf.KNOWN)
         if not any(self.depends(size) for size in tensor.shape):
@@ -288,7 +297,7 @@ class _TailRecorder(Labelling):
         """If a call is a sum or mean over samples, record it as a Sum; returns whether it is one.
 
         Args:
-            func: the operator that was called.
+            func: the operator that was called: a reduction, or a loss with one.
             types: as in ``__torch_dispatch__``.
             call: its arguments.
             outs: the tensors that it has returned.
@@ -323,13 +332,13 @@ class _TailRecorder(Labelling):
         return True
 
     def _add_up(self, function: Any, arguments: Any, out: Tensor, divisor: Any) -> None:
-        """Record a tensor as a Sum, or as a Sum divided by something Known.
+        """Record a result as a sum over samples (`MadeOf.SUM`), divided by ``divisor``.
 
         Args:
             function: computes the sum, without the division.
             arguments: positional and keyword arguments of ``function``.
-            out: the tensor that the result is to be.
-            divisor: a number or Known tensor; ``None``: nothing is divided.
+            out: the result.
+            divisor: a number, or a Known tensor; ``None``: nothing is divided.
         """
         if divisor is None:
             self._record(function, arguments, [out], MadeOf.SUM)
@@ -356,7 +365,7 @@ class _TailRecorder(Labelling):
         return total
 
     def _is_linear(self, name: str, call: OperatorArguments, given: Sequence[Tensor]) -> bool:
-        """Whether an operator on Sums, Afters and Known tensors returns a Sum.
+        """Whether the result of an operator on SUM, AFTER and KNOWN tensors (`MadeOf`) is a SUM.
 
         Args:
             name: of the operator, from `name_of`.
@@ -398,14 +407,15 @@ def total_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: tor
 
 
 class Loss:
-    """The loss that the tail of a network computes: a scalar that is a sum over samples.
+    """The loss that a network computes for all samples: a scalar that is a sum over samples.
 
-    All that the tail returns must depend on samples through this scalar alone.
+    All that the tail (what follows the stages) returns must depend on samples through this scalar
+    alone. Each micro-batch can then compute its share: the terms of its own samples.
 
     Args:
         graph: the captured network.
         tail: the nodes of its tail.
-        taken: nodes whose values the heavy part returns, in order.
+        taken: nodes whose values the heavy part (the stages) returns, in order.
         followed: where the samples are in all nodes.
         outputs: nodes of the tail that the network returns.
 
@@ -435,7 +445,7 @@ class Loss:
         self.changes: list[fx.Node] = []
         own: list[fx.Node] = []
         for node in (n for n in graph.graph.nodes if n in tail and n not in self._early):
-            # (what writes is none of the early nodes, nor is what follows it)
+            # (operations that write are not among the early nodes, nor is what follows from them)
             if not self._early.issuperset(node.all_input_nodes):
                 own.append(node)
             elif own:
@@ -597,15 +607,15 @@ class Loss:
     def parts_of(
         self, known: Mapping[int, Tensor], samples: Sequence[int], number: int
     ) -> dict[int, Tensor]:
-        """Split Known tensors: the samples of one micro-batch; tensors without samples stay whole.
+        """Cut Known tensors (computed from inputs alone) down to the samples of one micro-batch.
 
         Args:
-            known: Known tensors of the whole batch, by number.
+            known: such tensors of the whole batch, by number.
             samples: how many samples each micro-batch has.
             number: index of the micro-batch.
 
         Returns:
-            Views, by number.
+            Views by number; a tensor without samples stays whole.
         """
         start, found = sum(samples[:number]), dict[int, Tensor]()
         for key, tensor in known.items():
@@ -643,13 +653,15 @@ class Loss:
 class LossOfCall:
     """The loss of one call of a network, as the sum of shares of its micro-batches.
 
+    A share has the terms of the samples of one micro-batch.
+
     Args:
         loss: the loss of the network's graph.
-        known: the Known tensors of the whole batch, by number.
+        known: by number, tensors computed from the inputs alone, for the whole batch.
         sizes: values of the size symbols in the whole batch.
 
     Attributes:
-        value: the sum of all shares, which whoever computes the shares sets for the operations
+        value: the sum of all shares, set by the code that computes the shares, for the operations
             after the loss; ``None``: shares were not computed.
     """
 
@@ -661,7 +673,11 @@ class LossOfCall:
 
     @property
     def learns(self) -> bool:
-        """Whether a Known tensor requires a gradient, which backwards of shares do not compute."""
+        """Whether something else than outputs of stages needs a gradient of this loss.
+
+        (A tensor that shares are computed from, made of inputs alone.) Backwards of shares do not
+        compute it.
+        """
         return any(tensor.requires_grad for tensor in self._known.values())
 
     def share(self, outputs: Sequence[Tensor], samples: Sequence[int], number: int = 0) -> Tensor:

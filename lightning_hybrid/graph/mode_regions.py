@@ -81,9 +81,10 @@ class Copier:
         self._modes = {n: modes for y, modes in pairs for n in (y.node, *y.parts)}
 
     def add(self, node: fx.Node) -> None:
-        """Copy one operation, with the modes that it runs in; a switch of modes is left out.
+        """Copy one operation, to run in the modes that it has in the captured graph.
 
-        All tensors that the operation takes must be placeholders, or added before.
+        An operation that switches modes is left out. All tensors that the operation takes must be
+        placeholders, or added before.
         """
         if node.target is set_gradients or is_enter_autocast(node) or entered_autocast(node):
             return

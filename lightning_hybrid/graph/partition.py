@@ -333,7 +333,7 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
     homes = [_homes(layer.parameters | layer.buffers, owned) for layer in graph.layers]
     positions: list[int] = []
     for stage in range(1, len(owned)):
-        # behind the layers that only earlier stages can have, before those of this one and later
+        # after the layers that only earlier stages can have, before those of this and later stages
         low = positions[-1] if positions else 0
         high = count
         for index, home in enumerate(homes):

@@ -199,8 +199,8 @@ class _Walk:
         return value
 
     def _compute(self, node: fx.Node, example: Any) -> None:
-        # 1. Run it, and have each of its operators labelled by the rules. Where it fails nothing is
-        #    known, and the example that TorchDynamo has noted stands for what it returns.
+        # 1. Run the node; have each of its operators labelled by the rules. Where it fails, nothing
+        #    is known, and the example that TorchDynamo has noted stands for its result.
         run = self._run
         args, kwargs = arguments_of(node, self._values)
         given = [unwrapped(tensor) for _, tensor in tensors_in((args, kwargs))]
@@ -228,7 +228,7 @@ class _Walk:
         if is_unknown and self._passes(node, (args, kwargs), given):
             self.found.tried.add(node)
             return
-        # 3. Else the rules decide, or the prologue takes it.
+        # 3. Else the rules decide, or the prologue takes the node.
         self._decide(node, why)
 
     def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
@@ -266,6 +266,9 @@ class _Walk:
 
     def _decide(self, node: fx.Node, why: Reason | None) -> None:
         """Decide whether the prologue computes a node, or whether samples meet in it; note it.
+
+        (The prologue is what the driver computes for all samples before the stages.) The decision
+        goes into `Followed` and into the labels of the node's results.
 
         Args:
             node: a node that has run, and whose results are labelled by rules.
@@ -323,7 +326,16 @@ class _Walk:
         return value
 
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
-        """Whether the driver can compute a node for all samples, and split what it returns."""
+        """Whether the driver can compute a node for all samples before the stages run.
+
+        That needs a tensor computed from the inputs alone that can be split into micro-batches (or
+        is the same in all). If so, the node is noted in `Followed.prologue`, and labelled by its
+        shape.
+
+        Args:
+            node: the node.
+            tensors: the tensors in its result.
+        """
         labels = list(map(self._run.by_shape, tensors))
         is_tensor = isinstance(self._values[node], Tensor)  # (else ask its parts)
         if node not in self._early or not is_tensor or MEET in labels:
@@ -482,16 +494,23 @@ class Labelling(TorchDispatchMode):
         self._labels[id(tensor)] = label
 
     def spoil(self, tensor: Tensor) -> None:
-        """Label a tensor, and all tensors that share its memory, as ``MEET``: samples have met."""
+        """Label a tensor, and all tensors that share its memory, as ``MEET`` (samples have met).
+
+        An entry may then depend on several samples, so no micro-batch can compute it.
+        """
         self.set(tensor, MEET)
         for other in self._views[memory_of(tensor)[0]]:
             self.set(other, MEET)
 
     def _write(self, tensor: Tensor, label: Label) -> None:
-        """Update labels after values with ``label`` were written into a tensor in place.
+        """Update labels after values were written into a tensor in place.
 
-        If they do not agree with where the tensor has its samples, samples have met in all that
-        shares its memory.
+        If the values do not have their samples where the tensor has its own, samples have met in it
+        and in all tensors that share its memory.
+
+        Args:
+            tensor: the tensor that was written to.
+            label: where the samples are in the written values.
         """
         own = self.label(tensor)
         fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
@@ -512,7 +531,7 @@ class Labelling(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # 1. What it is given, before it may change it.
+        # 1. The tensors that the operator takes, before it may change them.
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         self.draws |= draws(func, args, kwargs)
         call = OperatorArguments(func, args, kwargs)
@@ -522,7 +541,7 @@ class Labelling(TorchDispatchMode):
             # a stand-in for a tensor whose shape is about to be changed in place
             call.values["self"] = other = seen.detach()
             self.set(other, self.label(seen))
-        # 2. The label of what it returns by its rule, if the shape agrees.
+        # 2. The labels of its results by its rule, if their shapes agree.
         self._seen, result = False, func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
         found = self._of(func, call, given, outs)

@@ -58,6 +58,11 @@ class OperatorArguments:
 
 
 Rule = Callable[["Labelling", OperatorArguments, Sequence[Tensor]], Label | list[Label]]
+"""The rule of an operator: from the labels of the tensors that a call takes, those of its results.
+
+It is given the mode that knows all labels, the arguments of the call, and the results. If it
+returns a single label, all results have that label.
+"""
 
 
 @cache
@@ -88,7 +93,7 @@ def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
     """How many entries one repetition of all samples has in their dimension: B * k of `Rows`.
 
     Args:
-        f: the mode that labels.
+        f: the mode that knows the labels of all tensors.
         tensor: a tensor with samples.
         rows: its label.
     """
@@ -98,7 +103,10 @@ def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
 def _only(found: Sequence[Label]) -> Label:
     """The one label that all tensors with samples share; ``MEET`` if they have several.
 
-    It is ``FREE`` if no tensor has samples.
+    ``FREE`` if no tensor has samples.
+
+    Args:
+        found: the label of each tensor.
     """
     those = {label for label in found if label is not FREE}
     return FREE if not those else those.pop() if len(those) == 1 else MEET
@@ -144,7 +152,7 @@ def moved(f: Labelling, call: OperatorArguments, given: Mapping[str, Keys], out:
     there, and all others must have no samples.
 
     Args:
-        f: the mode that labels.
+        f: the mode that knows the labels of all tensors.
         call: the call.
         given: the keys of tensors, by the names of their arguments; all other tensors of the call
             must have no samples.
@@ -168,13 +176,14 @@ def moved(f: Labelling, call: OperatorArguments, given: Mapping[str, Keys], out:
 
 
 def letters(spec: str) -> Rule:
-    """Make the rule of operators that can be written like Einstein's sums, from such a text.
+    """Make the rule of operators that can be written like Einstein's sums.
 
-    "mat1:ij mat2:jk -> ik" names the dimensions of the arguments ``mat1``, ``mat2`` and of the
-    first result. A dot stands for any number of leading dimensions; dimensions after all letters
-    are worked along. "*" is every tensor of the call. Tensors are broadcast from the right. All
-    results have the dimensions of the first one; a "-" at the end says that others may have no
-    samples (seeds).
+    Args:
+        spec: names dimensions by letters: "mat1:ij mat2:jk -> ik" those of the arguments ``mat1``,
+            ``mat2`` and of the first result. A dot stands for any number of leading dimensions, "*"
+            for every tensor of the call. The operator works along dimensions after all letters.
+            Tensors are broadcast from the right. Further results have the dimensions of the first
+            one; with "-" at the end they possibly have no samples (seeds).
     """
     given_to, _, results = spec.partition(" -> ")
     texts = dict(pair.split(":") for pair in given_to.split())
@@ -214,7 +223,11 @@ def _keys(text: str, tensor: Tensor) -> Keys:
 
 
 def unreduced(rule: Rule) -> Rule:
-    """Make the rule of a loss from that of its entries: samples meet if the loss is reduced."""
+    """Make the rule of a loss: with a reduction (a mean, a sum) samples meet in it.
+
+    Args:
+        rule: the rule for the loss without reduction.
+    """
     return lambda f, call, outs: rule(f, call, outs) if call["reduction"] == 0 else f.met()
 
 
@@ -222,9 +235,10 @@ pointwise = letters("*:. -> .")
 
 
 def fills(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """The rule of operators that overwrite ``self`` and do not read it (``copy_``, ``uniform_``).
+    """Label the result of an operator that overwrites ``self`` unread (``copy_``, ``uniform_``).
 
-    ``self`` gets the label of what is written, or keeps its own if that has no samples.
+    It has its samples where the written values have theirs, or where ``self`` has if the values
+    have no samples.
     """
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
@@ -234,9 +248,10 @@ def fills(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Labe
 
 
 def view(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """The rule of views: samples stay apart if one dimension of the result holds whole samples.
+    """Label the result of a view: in which dimension it has whole samples; ``MEET`` if in none.
 
-    As many entries as before must lie in memory in front of the samples.
+    A view keeps samples apart if it cuts memory between them and nowhere else: as many entries as
+    before must lie in front of the samples, and one dimension must hold whole samples.
     """
     tensor, out = call["self"], outs[0]
     if call.overload == "dtype":
@@ -244,8 +259,8 @@ def view(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label
     rows = _rows(f, tensor)
     if rows is None:
         return f.by_shape(out)
-    # `before` entries of the memory stand in front of the samples: the dimension of the result that
-    # holds them is the first one of the batch's size, and `outer` what is left of `before` there
+    # `before` entries of the memory stand in front of the samples. The result has the samples in
+    # the first dimension that depends on the batch; `outer` is `before` by the entries ahead of it
     before, seen = sympy.sympify(rows.outer), sympy.Integer(1)
     for size in tensor.shape[: rows.dim]:
         before = before * f.size(size)
@@ -304,10 +319,12 @@ def squeeze(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
 
 
 def _only_column(rows: Rows, out: Tensor) -> Label:
-    """The label after a view: if one column alone holds places, the result must be that column.
+    """Label the result of a view of a tensor whose entries are possibly places of samples.
+
+    If the tensor has places in one column alone, the result must be that column, else ``MEET``.
 
     Args:
-        rows: the label of the tensor, in the dimensions of the result.
+        rows: where the result has its samples, with the places of the tensor.
         out: the result.
     """
     if rows.places is None or rows.places.column is None:
@@ -316,10 +333,12 @@ def _only_column(rows: Rows, out: Tensor) -> Label:
 
 
 def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
-    """The label of a piece of a tensor's samples' dimension, which must be whole repetitions.
+    """Label a piece of a tensor that was cut out along the dimension of the samples.
+
+    The piece must hold whole repetitions of all samples; else samples count as having met.
 
     Args:
-        f: the mode that labels.
+        f: the mode that knows the labels of all tensors.
         tensor: the tensor.
         rows: its label.
         out: the piece.
@@ -436,10 +455,10 @@ def _padded(call: OperatorArguments) -> list[int]:
 def batch_norm(
     f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
 ) -> list[Label] | Label:
-    """The rule of batch normalisation: samples do not meet.
+    """Label the results of batch normalisation, in which samples do not meet.
 
-    Its statistics are by definition those of a micro-batch. In dimension 1 samples are among the
-    channels, as instance normalisation has them.
+    Its statistics are by definition those of a micro-batch. The samples are in dimension 0, or in 1
+    for instance normalisation, which has them among the channels.
     """
     rows = f.label(call["input"])
     if not isinstance(rows, Rows) or not rows.plain:
@@ -457,10 +476,10 @@ _looked_up = letters("weight:ie indices:. -> .e")
 
 
 def embedding(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label | list[Label]:
-    """The rule of looking up rows of a table.
+    """Label the result of looking up rows of a table (``embedding``).
 
-    With ``scale_grad_by_freq`` samples meet: the gradient depends on how often all samples look up
-    a row.
+    With ``scale_grad_by_freq`` samples meet: a gradient depends on how often all samples look up a
+    row.
     """
     return f.met() if call["scale_grad_by_freq"] else _looked_up(f, call, outs)
 
@@ -468,9 +487,10 @@ def embedding(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> 
 def embedding_bag(
     f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
 ) -> Label | list[Label]:
-    """The rule of sums of rows of a table: each bag must have entries of one sample alone.
+    """Label the results of ``embedding_bag``, which adds up rows of a table in bags.
 
-    So the bags must begin at ``arange(0, B * k, k)``, for B samples with k entries each, in order.
+    Each bag must have entries of one sample alone: the bags must begin at ``arange(0, B * k, k)``,
+    for B samples with k entries each, in order. Else the labels are ``MEET``.
     """
     rows, starts = f.label(call["indices"]), f.label(call["offsets"])
     others = {f.label(t) for t in call.others("indices", "offsets", "weight")}
@@ -486,11 +506,16 @@ def embedding_bag(
 
 
 def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
-    """Labels of a recurrent layer's outputs and last states, all ``MEET`` if it is not known.
+    """Label the outputs and last states of a recurrent layer.
 
     Args:
-        f: the mode that labels.
-        args: the arguments of a function in `graph/recurrent_layers.py`.
+        f: the mode that knows the labels of all tensors.
+        args: the positional arguments of the layer: the input, the states, the weights, and so on,
+            as for the functions in `graph/recurrent_layers.py`.
+
+    Returns:
+        The labels of the outputs and of each state; all are ``MEET`` if the layer's arguments do
+        not have their samples where they are expected.
     """
     value, states, weights = args[:3]
     states = list(states) if isinstance(states, list | tuple) else [states]
@@ -511,9 +536,10 @@ def gather(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Lab
 
 
 def scatter(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """The rule of ``scatter``: tensor, indices and values have their samples in one dimension.
+    """Label the result of ``scatter``, in which each sample must write to its own entries.
 
-    Samples meet if it is the dimension that is indexed.
+    That is so if tensor, indices and values have their samples in the same dimension, and it is not
+    the one that is indexed.
     """
     count = call["self"].dim()
     keys = [None if key == call["dim"] % max(count, 1) else key for key in range(count)]
@@ -545,7 +571,7 @@ def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor
     """Whether a tensor is indexed by one mask that has the same samples in the same dimension.
 
     Args:
-        f: the mode that labels.
+        f: the mode that knows the labels of all tensors.
         tensor: what is indexed.
         at: the dimensions that are indexed; of a mask the first one.
         masks: the indices.
@@ -566,7 +592,7 @@ def _picked_from(
     """The label of ``tensor[...]``, indexed by integers or by a mask without samples.
 
     Args:
-        f: the mode that labels.
+        f: the mode that knows the labels of all tensors.
         tensor: what is indexed.
         rows: its label.
         at: the dimensions that are indexed; of a mask the first one.
@@ -618,7 +644,10 @@ def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
 
 
 def index_put(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """The rule of writing into ``tensor[...]``: values need the label that reading would give."""
+    """Label a tensor after values were written to ``tensor[...]``.
+
+    The values must have their samples where reading ``tensor[...]`` would give them.
+    """
     tensor, value = call["self"], call["source"] if call["values"] is None else call["values"]
     at, tensors = _picks(call)
     rows = f.label(tensor)
@@ -647,9 +676,9 @@ def index_put(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> 
 
 
 def nonzero(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """The rule of ``nonzero``: one row per entry that is not zero, with its indices as columns.
+    """Label the result of ``nonzero``: one row per entry that is not zero, of its indices.
 
-    The column for the samples' dimension holds places of samples (`Places`).
+    Its column for the dimension of the samples holds indices of samples (`Places`).
     """
     mask, rows = call["self"], _of_self(f, call)
     places = Places(rows.outer, f.size(mask.shape[rows.dim]), rows.picked, rows.dim)
@@ -657,9 +686,10 @@ def nonzero(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
 
 
 def sort(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """The rule of sorting: along the samples of a 1-d tensor, the new order picks the results.
+    """Label the results of sorting: the sorted values, and their indices.
 
-    In all other cases as `along`.
+    If a 1-d tensor is sorted along its samples, both are picked by the new order (`Rows.picked`).
+    In all other cases this is the rule `along`.
     """
     tensor, rows = call["self"], _of_self(f, call)
     if rows != Rows(0, rows.outer) or tensor.dim() != 1:
@@ -673,9 +703,9 @@ def sort(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> list[
 def floor_divide(
     f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
 ) -> list[Label] | Label:
-    """The rule of ``//``: ``places // k`` turns places of entries into places of samples.
+    """Label the result of ``//``: pointwise, but for a tensor of places (indices of entries).
 
-    (For places among entries of which each sample has k.)
+    Where each sample has k entries, ``places // k`` are places among the samples.
     """
     rows, by = f.label(call["self"]), call["other"]
     if isinstance(by, Tensor) and _has_places(f, by):
@@ -690,7 +720,10 @@ def floor_divide(
 
 
 def histogram(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """The rule of ``histc``, of sorted numbers alone: how many entries have each number."""
+    """Label the result of ``histc``: `Counts` if the numbers are sorted, else ``MEET``.
+
+    The counts tell how many entries have each number.
+    """
     rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
     return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
@@ -701,7 +734,11 @@ def cumsum(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> lis
 
 
 def grouped_matrices(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """The rule of `torch.nn.functional.grouped_mm`: sorted rows, each times its group's matrix."""
+    """Label the result of `torch.nn.functional.grouped_mm`: each row times its group's matrix.
+
+    The rows must be sorted by group, and the ends of the groups be cumulative `Counts` of that
+    order.
+    """
     first = "self" if call["self"] is not None else "input"
     rows, ends = f.label(call[first]), f.label(call["offs"])
     if not isinstance(rows, Rows) or rows.dim or rows.picked is None or call[first].dim() != 2:
@@ -759,7 +796,7 @@ _SPATIAL = [letters("*:.x -> .a"), letters("*:.xy -> .ab"), letters("*:.xyz -> .
 """The rules of operators that work on the last 1, 2 and 3 dimensions."""
 
 _TABLE: dict[str, Rule] = {
-    # (besides those that torch tags as such)
+    # (besides the operators that torch tags as pointwise)
     "lift_fresh_copy lift_fresh zero native_dropout bernoulli where masked_fill _conj _neg_view "
     "gelu softplus hardtanh hardswish glu_jvp polar complex prelu _prelu_kernel rrelu_with_noise "
     "resolve_conj log_sigmoid_forward bitwise_and pow poisson hardshrink softshrink": pointwise,
@@ -853,7 +890,7 @@ def rule_of(func: Any) -> Rule | None:
     if func.namespace != "aten":
         return grouped_matrices if is_grouped(func) else None
     name = name_of(func)
-    # before torch's tag: some operators that it calls pointwise have a rule of their own
+    # before torch's tag: some operators with that tag have a rule of their own
     if name in RULES:
         return RULES[name]
     if (found := _OF_DIMENSIONS.fullmatch(name)) is not None:

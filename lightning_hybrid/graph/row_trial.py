@@ -68,7 +68,9 @@ class Trial:
         return all(self._agrees_at(*each) for each in scales)
 
     def _agrees_at(self, inputs: float, incoming: float) -> bool:
-        """Whether results and gradients for the batch, its halves and the mixed batch agree.
+        """Whether results and gradients for a random batch agree with those for its halves alone.
+
+        They must also be the same in the first half if the second half has other samples.
 
         Args:
             inputs: magnitude of the random inputs.
@@ -188,14 +190,16 @@ def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:
 def _is_own(
     label: Label, whole: Tensor, among: Tensor, *parts: Tensor, summed: bool = False
 ) -> bool:
-    """Whether a result for the batch is made of those for its halves, whatever other samples are.
+    """Whether a result for the batch agrees with those for its two halves, run alone.
+
+    Also, other samples in the second half must not change the first half of the result.
 
     Args:
         label: where the samples are in the result.
         whole: the result for the batch.
         among: the result for the batch with other samples in its second half.
         parts: the results for each half alone.
-        summed: whether a result without samples must be the sum of those of the halves (a
+        summed: whether a result without samples must be the sum of those for the halves (a
             gradient); else it must equal them.
     """
     if not isinstance(label, Rows):

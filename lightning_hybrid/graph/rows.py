@@ -66,7 +66,10 @@ class Rows:
 
     @property
     def plain(self) -> bool:
-        """Whether tensors of micro-batches can be joined into that of the whole batch."""
+        """Whether tensors of micro-batches can be joined into that of the whole batch.
+
+        They cannot if the entries are indices of samples (`places`), or were `picked`.
+        """
         return self.places is None and self.picked is None
 
     @property

@@ -89,7 +89,11 @@ _AS_WRITTEN = (  # from the names in the frame that is captured, which calls the
 
 
 def input_name(placeholder: fx.Node) -> str:
-    """The expression for a graph's input in the network's ``forward``, such as ``self.mask``."""
+    """The expression for a graph's input in the network's ``forward``, such as ``self.mask``.
+
+    Args:
+        placeholder: the node of the input, in a graph from TorchDynamo (or a copy with its source).
+    """
     name = placeholder_source(placeholder)
     for theirs, written in _AS_WRITTEN:
         name = theirs.sub(written, name)

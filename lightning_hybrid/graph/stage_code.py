@@ -166,7 +166,7 @@ class GraphCode:
         return lambda *values: forward(root, *values)
 
     def shape(self) -> Hashable:
-        """A key of the code without names of nodes: equal for graphs that differ in names alone."""
+        """A key of the code, equal for graphs that differ only in the names of their nodes."""
         numbers = {name: index for index, (_, name, *_) in enumerate(self.nodes)}
 
         def leaf(value: Any) -> Any:
@@ -184,7 +184,7 @@ class GraphCode:
         )
 
     def check(self) -> None:
-        """Check that another rank can run the code: it has modules, but not the user's script.
+        """Check that a rank can run the code that has modules, but not the user's script.
 
         Raises:
             NetworkError: an argument cannot be pickled, or something is defined in the script

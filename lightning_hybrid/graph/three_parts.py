@@ -53,8 +53,10 @@ Where each micro-batch has a share of a loss, the third argument is the `LossOfC
 class Divided:
     """A captured graph, divided into three parts if samples meet in it.
 
-    Making one changes ``graph``: it notes in it (or in the heavy part) whether batches may be
-    split, where the samples are, and whether micro-batches have shares of a loss.
+    The driver computes the prologue and the tail for all samples; the heavy part between them goes
+    through the stages in micro-batches. Making an object changes ``graph`` (and `heavy`): it notes
+    whether batches may be split, where the samples are, and whether micro-batches have shares of a
+    loss.
 
     Args:
         graph: as captured.
@@ -189,7 +191,7 @@ def is_running_statistic(network: nn.Module, name: str) -> bool:
 
 
 class _Parts:
-    """Assigns the nodes of a graph to its three parts, and says whether it may be so divided.
+    """Assigns the nodes of a graph to its three parts, and says whether that division may be used.
 
     Args:
         graph: the captured network.
@@ -223,8 +225,9 @@ class _Parts:
         self.tail = tail - drawn
         self.prologue = followed.prologue | drawn
         self.early = self.behind(self.prologue)
-        # 2. The heavy part: all that others take of it, and all other layers that treat samples one
-        #    by one; these may write (running statistics) though nobody takes what they return.
+        # 2. The heavy part: all that the tail or the caller takes, and all other layers that treat
+        #    samples one by one, as these may write (running statistics) though nothing takes their
+        #    results.
         wanted = {*outputs, *(taken for node in self.tail for taken in node.all_input_nodes)}
         wanted -= self.tail | self.prologue
         # (inputs, and numbers that follow from sizes, need not come from the heavy part)
@@ -233,7 +236,7 @@ class _Parts:
         beside = self.tail | self.early
         own = [n for n in self.layers if n not in beside and not followed.meets(n)]
         self.heavy = self.behind([*own, *self.taken], stop=self.prologue)
-        # 3. Whether that is worth it (stages wait while the driver computes), and right.
+        # 3. Whether this division is worth it (stages wait while the driver computes), and right.
         share = self._share(beside)
         if share > LIGHT:
             beside = self.tail | self.prologue
@@ -242,7 +245,10 @@ class _Parts:
             self.problem = self._mistake()
 
     def summary(self) -> str:
-        """How the network is divided, as in `NetworkGraph.split_by`."""
+        """Say in a few words how the network is divided, such as "proof, tail 0.3%".
+
+        See `NetworkGraph.split_by`.
+        """
         words = ["proof"]
         for name, nodes in (("prologue", self.early), ("tail", self.tail)):
             if any(node in self.layers for node in nodes):
@@ -291,7 +297,7 @@ class _Parts:
 
         def following(node: fx.Node) -> Iterable[fx.Node]:
             yield from (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n))
-            # what it computes for itself changes as in the graph (inputs are changed by stages)
+            # what the tail computes for itself is changed as in the graph (stages change inputs)
             for taken in filter(self._is_early, node.all_input_nodes):
                 for memory in self._memory(taken) - given:
                     yield from self._before(node, memory)
@@ -299,14 +305,17 @@ class _Parts:
         return reached(filter(self._belongs, (*outputs, *changed)), following)
 
     def _is_early(self, node: fx.Node) -> bool:
-        """Whether the tail, if it needs a node, computes it by itself from the inputs."""
+        """Whether the tail, if it takes a node, computes it again from the inputs.
+
+        That is so for nodes computed from inputs alone, but for inputs and for the prologue.
+        """
         early = node in self.followed.early and node not in self.followed.prologue
         return early and not _is_given(node)
 
     def _belongs(self, node: fx.Node) -> bool:
-        """Whether a node whose value the tail or the caller takes is in the tail.
+        """Whether a node that the tail takes, or that the network returns, is in the tail.
 
-        (Its samples have met, or what micro-batches return for it could not be joined.)
+        It is if samples have met in it, or if results of micro-batches for it could not be joined.
         """
         if _is_given(node):
             return False
@@ -502,6 +511,9 @@ class Beside:
 class _LossInside:
     """A tail that computes a loss of which each micro-batch has a share, and what follows from it.
 
+    (The tail is what a network computes for all samples after the stages. A share has the terms of
+    one micro-batch's samples.)
+
     Args:
         graph: the captured network.
         parts: its division into three parts.
@@ -526,7 +538,7 @@ class _LossInside:
         self._rest = Beside(graph, tail, [n for n in outputs if n not in stop])
 
     def of(self, found: dict[fx.Node, Any], values: Sequence[Any]) -> LossOfCall:
-        """Begin a call, before its heavy part runs: the loss, for which shares can be computed.
+        """Prepare the loss of a call, before the stages run; returns what computes its shares.
 
         Args:
             found: the values of inputs and of the prologue, per node.
