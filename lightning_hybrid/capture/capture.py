@@ -1,8 +1,8 @@
 """Capture a network by TorchDynamo, the front end of ``torch.compile``.
 
 In each call TorchDynamo checks, in microseconds, whether a value that its graph depends on has
-changed (and captures again if so), calls the function ``run`` with the graph's inputs, and then
-repeats what the Python has done beside (attributes, lists, hooks). Every tensor that leaves the
+changed (and captures again if so). It then calls the function ``run`` with the graph's inputs, and
+repeats the side effects of the Python (on attributes, lists, hooks). Every tensor that leaves the
 network in any way is an output of the graph.
 
 First a network is captured as one graph or not at all: if TorchDynamo cannot follow, `Capture`
@@ -11,7 +11,7 @@ raises before anything has run, and the caller can do otherwise (see
 
 Models of `transformers` that can return the hidden states or the router's logits of their layers
 install hooks for that in their first call, under a lock, which TorchDynamo does not follow:
-`installs_hooks` does that before the call.
+`installs_hooks` installs them before the call is captured again.
 """
 
 from __future__ import annotations
@@ -59,14 +59,17 @@ _LOCK = "_hook_installation_lock"
 
 
 def installs_hooks(reason: str, network: nn.Module) -> bool:
-    """Install the hooks that models of `transformers` in a network would install in this call.
+    """After a failed capture, install the hooks of `transformers` models in a network if needed.
+
+    Some of these models install hooks in their first call, in a way that cannot be captured.
 
     Args:
-        reason: why a call could not be captured.
+        reason: why the call could not be captured (TorchDynamo's text).
         network: the network that was called.
 
     Returns:
-        Whether these hooks were the reason, and have been installed now.
+        Whether hooks were the reason and have been installed now, so that the call can be tried
+        again.
     """
     library: Any = sys.modules.get("transformers")
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
@@ -82,7 +85,10 @@ def installs_hooks(reason: str, network: nn.Module) -> bool:
 
 
 RunGraph = Callable[..., Sequence[Any]]
-"""Computes the outputs of a graph from its arguments (and its `LossOfCall`, if there is one)."""
+"""A function that returns the outputs of a `NetworkGraph` (first argument) from its arguments.
+
+The second argument is the list of these; the third one, where there is one, the `LossOfCall`.
+"""
 
 
 _COUNT = itertools.count()
@@ -99,7 +105,7 @@ ShapeAndType = tuple[tuple[int, ...], torch.dtype]
 
 
 def kind_of(tensor: Tensor) -> ShapeAndType:
-    """Shape and type of a tensor, whatever its class."""
+    """Shape and type of a tensor; of a subclass too, without its own ``__torch_function__``."""
     with as_they_are():
         return tuple(tensor.shape), tensor.dtype
 
@@ -110,7 +116,7 @@ class NotCaptured(Exception):
     Args:
         reason: TorchDynamo's reason, and where in the user's code, in one line.
         by_its_kind: whether calls in another mode (training) may well be captured.
-        advice: what the user can do.
+        advice: what the user can do, as a sentence.
     """
 
     def __init__(
@@ -127,7 +133,7 @@ class NotCaptured(Exception):
 
 
 class _OtherDimension(Exception):
-    """Raised if a capture is to be repeated with the batch in the other of dimensions 0 and 1."""
+    """Raised to have a capture repeated with the samples in the other one of dimensions 0 and 1."""
 
 
 _ASSIGNED = (
@@ -142,7 +148,7 @@ _WITHOUT_GRADIENTS = (
 
 
 class _LacksMarks(Exception):
-    """Raised if a capture is to be repeated with :class:`Marking`."""
+    """Raised to have a capture repeated inside of :class:`Marking`."""
 
 
 def _refuse_classes(tensors: Iterable[Tensor]) -> None:
@@ -157,12 +163,21 @@ def _refuse_classes(tensors: Iterable[Tensor]) -> None:
 
 
 def _is_other(tensor: Tensor) -> bool:
-    """Whether a tensor is of another class, which changes no number."""
+    """Whether a tensor is of a subclass that an ordinary tensor can replace; see `is_followed`."""
     return type(tensor) is not Tensor and is_followed(type(tensor))
 
 
 def _refuse_inside(given: Iterable[Tensor]) -> None:
-    """Refuse tensors of a class of their own in containers, to which the network may write."""
+    """Refuse tensors of a subclass inside of containers, since the network may write to containers.
+
+    Args:
+        given: all tensors in a call's arguments. Those that are arguments themselves have been
+            replaced by ordinary tensors, so any subclass that an ordinary tensor could replace is
+            in a container.
+
+    Raises:
+        NotCaptured: there is one.
+    """
     kind = next((type(tensor) for tensor in given if _is_other(tensor)), None)
     if kind is not None:
         raise NotCaptured(
@@ -173,7 +188,11 @@ def _refuse_inside(given: Iterable[Tensor]) -> None:
 
 
 def _refuse_optimizers(module: fx.GraphModule) -> None:
-    """Refuse code that looks at an optimizer: the graph would hold its weights as constants."""
+    """Refuse code that looks at an optimizer: the graph would hold its weights as constants.
+
+    Raises:
+        NotCaptured: the graph holds a parameter as a constant.
+    """
     if any(isinstance(value, nn.Parameter) for value in held_by(module).values()):
         raise NotCaptured(
             "its forward looks at an optimizer",
@@ -182,7 +201,11 @@ def _refuse_optimizers(module: fx.GraphModule) -> None:
 
 
 def _refuse_one_region(graph: NetworkGraph) -> None:
-    """Refuse a network that is one checkpointed region: one operation, which cannot be cut."""
+    """Refuse a network that is one checkpointed region: one operation, which cannot be cut.
+
+    Raises:
+        NotCaptured: one region takes all parameters.
+    """
     weights = {name for name, _ in graph.network.named_parameters()}
     if any(is_region(layer.node) and layer.parameters >= weights for layer in graph.layers):
         raise NotCaptured(
@@ -193,29 +216,29 @@ def _refuse_one_region(graph: NetworkGraph) -> None:
 
 
 class Capture:
-    """Captures the calls of one network, and has their graphs computed.
+    """Captures the calls of one network, and has their graphs computed by ``run``.
 
     Args:
         network: the module.
         forward: its ``forward``, as the user has it.
-        run: computes a graph: called with the graph of a call and the arguments of the graph.
-        shared: shape and type of the parameters and buffers that all ranks have, by name. Others
-            (a buffer that a hook has registered on this rank) are inputs of the network. By
-            default all that the network has now.
+        run: called with the graph of a call and the arguments of the graph (and, with ``shares``,
+            the loss of the call if its graph has one); returns the graph's outputs.
+        shared: shape and type of the parameters and buffers that all ranks have, by name. Others (a
+            buffer that a hook has registered on this rank) are inputs of the network. By default
+            all that the network has now.
         whole: whether to capture it as one graph or not at all; else as a chain of graphs, with
             ordinary Python between them.
         divides: whether to divide a graph in which samples meet into prologue, heavy part and tail
-            (:mod:`lightning_hybrid.graph.three_parts`); ``run`` gets the heavy part alone.
+            (:mod:`lightning_hybrid.graph.three_parts`); ``run`` then gets the heavy part alone.
         draws: whether each micro-batch may draw random numbers by itself. Else a graph is divided
             only if prologue and tail draw all of its random numbers, for the whole batch.
-        shares: whether to look for a loss of which each micro-batch has a share; ``run`` then gets
-            that of a call, too.
-        looks: called when TorchDynamo is done, before it is looked what its graph does and whether
-            samples meet in it.
+        shares: whether to look for a loss of which each micro-batch has a share.
+        looks: called with each new graph that TorchDynamo has made, before this package studies it,
+            which takes long.
 
     Attributes:
-        reason: if the last call was captured anew, the value in the user's code that required it;
-            ``None``: it was not, or not for such a value.
+        reason: the value in the user's code because of which the last call was captured anew;
+            ``None``: it was not, or not because of such a value.
     """
 
     def __init__(
@@ -268,11 +291,11 @@ class Capture:
         )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the network.
+        """Call the network, and return what it returns; its graph is computed by ``run``.
 
         Raises:
             NotCaptured: TorchDynamo cannot follow; nothing has happened.
-            RuntimeError: a process of a loader was killed meanwhile.
+            RuntimeError: a process of a data loader was killed meanwhile.
         """
         values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
         own = {id(value): value for value in values if _is_other(value)}
@@ -342,9 +365,12 @@ class Capture:
         forget_compiled(self, self._code)
 
     def _take(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        """The backend, which TorchDynamo calls with a new graph: returns what computes it.
+        """The backend of ``torch.compile``: gets each new graph, and returns what computes it.
 
-        It only returns a function, since an error in here would lose its type.
+        An error in here would lose its type, so the graph is studied when it is called first.
+
+        Args:
+            module: the new graph.
         """
         self._captured += 1
         # TorchDynamo may call one graph with other tensors (a parameter was replaced by one of the
@@ -396,7 +422,13 @@ class Capture:
         return Divided(graph, divides=self._divides, draws=self._draws, shares=self._shares)
 
     def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
-        """If batches cannot be split, and layers have them in dimension 1, ask to try that, once.
+        """If a graph's batches cannot be split, ask once to try dimension 1 for the samples.
+
+        That is done only for networks with layers that have the batch in dimension 1.
+
+        Args:
+            graph: the new graph.
+            values: its arguments in this call.
 
         Raises:
             _OtherDimension: the other dimension is to be tried.
@@ -414,8 +446,9 @@ class Capture:
 
         Args:
             values: the arguments.
-            tensors: which of them are tensors.
-            weights: those that are known.
+            tensors: for each argument, whether it is a tensor.
+            weights: parameters and buffers that are known already to be at their places in
+                ``values``.
         """
         names = weights.names.copy()
         for index in weights.others:
@@ -425,16 +458,22 @@ class Capture:
         return tuple(names)
 
     def own(self, names: Collection[str]) -> None:
-        """Say which tensors stages own from here on: all others are inputs of the network.
+        """Set which tensors stages own from here on: all others become inputs of the network.
 
         A parameter that later replaces another one is not what the stages have, so it is an input
         as well. (A buffer that replaces another one is sent to them.)
+
+        Args:
+            names: dotted names of the parameters and buffers that stages own.
         """
         self._names = {key: name for key, name in self._names.items() if name in names}
         self._buffers = [place for place in self._buffers if place[2] in names]
 
     def _learn_names(self) -> None:
-        """Note the tensors that are the shared parameters and buffers now, by identity."""
+        """Note, by identity, which tensors are the network's parameters and buffers now.
+
+        Only those that all ranks have are noted, in the shape and type that they have there.
+        """
         everything = [*self.network.named_buffers(), *self.network.named_parameters()]
         found = [(n, value) for n, value in everything if self._shared.get(n) == kind_of(value)]
         self._names = {id(value): name for name, value in found}
@@ -455,17 +494,19 @@ class Capture:
 
 
 class _WeightsInOrder:
-    """The parameters and buffers among the arguments of a graph, most likely the same in all calls.
+    """Which arguments of a graph are parameters and buffers, to be compared with later calls.
 
-    By identity: TorchDynamo hands a graph its tensors and not their names.
+    In most calls they are the same objects at the same places. TorchDynamo hands a graph its
+    tensors and not their names, so they are found by identity.
 
     Args:
         values: the arguments.
         named: names of parameters and buffers by ``id``.
 
     Attributes:
-        names: of each argument; ``None``: it is none of them.
-        others: numbers of the arguments that are none of them.
+        names: per argument, the name of the parameter or buffer that it is; ``None``: it is
+            neither.
+        others: indices of the arguments that are neither.
     """
 
     def __init__(self, values: Sequence[Any], named: Mapping[int, str]) -> None:
@@ -476,27 +517,35 @@ class _WeightsInOrder:
         self.others = [index for index, known in enumerate(self._are_known) if not known]
 
     def are_among(self, values: Sequence[Any], named: Mapping[int, str]) -> bool:
-        """Whether the arguments of another call have them in the same places, with the same names.
+        """Whether another call's arguments have the same parameters and buffers at these places.
 
         Args:
-            values: the arguments.
-            named: as above; another mapping if names have changed.
+            values: the arguments of that call.
+            named: names of parameters and buffers by ``id``: the same mapping as at first, or
+                another one if names have changed, for which the answer is no.
         """
         these = itertools.compress(values, self._are_known)
         return named is self._named and all(map(is_, these, self._known))
 
 
 def _has_time_first(network: nn.Module) -> bool:
-    """Whether a layer has the batch in dimension 1 (``batch_first = False``)."""
+    """Whether a layer of the network has the batch in dimension 1 (``batch_first = False``)."""
     return any(getattr(part, "batch_first", True) is False for part in network.modules())
 
 
 _OF_MODES = ("GLOBAL_STATE", ".training ==", "requires_grad", "dispatch key", "grad_mode")
-"""Words in guards on modes: each mode has a graph of its own, which is no news for the user."""
+"""Words in guards on modes: each mode has a graph of its own, which users need not be told."""
 
 
 def _of_python(reason: str | None) -> str | None:
-    """The reason of a capture in one line, if it is a value that the user's code looks at."""
+    """The reason of a capture in one line, if it is a value that the user's code looks at.
+
+    Args:
+        reason: TorchDynamo's reason, or ``None``.
+
+    Returns:
+        ``None`` for a reason that is only a mode (training, gradients).
+    """
     if reason is None or any(word in reason for word in _OF_MODES):
         return None
     line = reason.splitlines()[0].partition(": ")[2] or reason.splitlines()[0]

@@ -2,9 +2,10 @@
 
 Such a call (``enable_input_require_grads`` of `transformers` and `peft` makes one, in a hook)
 changes no number and no gradient of a weight, but for one thing: a region under re-entrant
-activation checkpointing gives gradients only if an input of it requires one. So it is known at the
-capture which regions give gradients; then the mark is dropped, and stages in front of the first
-trained weight have nothing to send back. (The marked tensor itself gets no ``grad``.)
+activation checkpointing gives gradients only if an input of it requires one. So the call is
+captured as a *mark* on the tensor. After the capture the marks tell which regions give gradients;
+then they are dropped, and stages before the first trained weight have nothing to send back. (The
+marked tensor itself gets no ``grad``.)
 """
 
 import operator
@@ -19,7 +20,7 @@ from lightning_hybrid._torch.graphs import is_region
 
 
 def _mark(tensor: Tensor) -> Tensor:
-    """Have a tensor require a gradient; in captured code one operation."""
+    """Have a tensor require a gradient; in a captured graph this is one operation, the mark."""
     return tensor.requires_grad_()
 
 
@@ -28,7 +29,10 @@ _allow_in_graph(_mark)
 
 
 class Marking(TorchFunctionMode):
-    """Inside, captures write down that a tensor is to require a gradient, where they would stop."""
+    """A function mode, for captures, in which ``requires_grad_()`` is captured as a mark.
+
+    Without it the capture would stop at such a call.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -40,15 +44,17 @@ class Marking(TorchFunctionMode):
 
 
 def resolve_marks(module: fx.GraphModule) -> bool:
-    """Say of each checkpointed region whether it gives gradients, and drop the marks.
+    """Note for each checkpointed region whether it gives gradients, and drop the marks.
 
-    Regions that stay ``use_reentrant=True`` give none.
+    Regions that give gradients get ``use_reentrant=False``; those that stay ``use_reentrant=True``
+    give none.
 
     Args:
-        module: a captured graph, which is changed.
+        module: a captured graph; changed.
 
     Returns:
-        Whether that is possible: a tensor that the network is given cannot be marked.
+        Whether that was possible. It is not if an input of the network itself is marked; then the
+        graph is not changed.
     """
     given = module.graph.find_nodes(op="placeholder")
     marks = module.graph.find_nodes(op="call_function", target=_mark)
@@ -61,11 +67,12 @@ def resolve_marks(module: fx.GraphModule) -> bool:
 def may_hide_marks(module: fx.GraphModule) -> bool:
     """Whether marks may be missing from a graph that was captured without :class:`Marking`.
 
-    Of a region that gives no gradients, though it has trained weights, TorchDynamo takes it that it
-    gives some: so a mark behind it seems to change nothing, and is left out.
+    TorchDynamo assumes that every region with trained weights gives gradients. A
+    ``requires_grad_()`` on the result of a region then seems to change nothing, and is left out of
+    the graph, although the region may give none.
 
     Args:
-        module: the graph, with its marks resolved.
+        module: the graph, after `resolve_marks`.
     """
     parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
     nodes = (node for part in parts for node in part.graph.nodes if is_region(node))
@@ -78,7 +85,12 @@ def may_hide_marks(module: fx.GraphModule) -> bool:
 
 
 def _resolve(part: fx.GraphModule, given: Iterable[fx.Node]) -> None:
-    """The same for a graph, or the body of a region; ``given`` are what require gradients in it."""
+    """Resolve the marks in a graph, or in the body of a region; see `resolve_marks`.
+
+    Args:
+        part: the graph; changed.
+        given: its placeholders that require a gradient.
+    """
     # (TorchDynamo's own flags take it that every region gives gradients; a tensor that an operation
     # changes in place has one example in all nodes)
     known = set(map(_key, given))

@@ -1,11 +1,11 @@
-"""Tensors of a class of their own among the arguments of a network, such as MONAI's MetaTensor.
+"""Arguments of a network that are of a subclass of Tensor, such as MONAI's MetaTensor.
 
-Stages compute with ordinary tensors. Two kinds of classes change no number: those with torch's
+Stages compute with ordinary tensors. Two kinds of subclasses change no number: those with torch's
 default ``__torch_function__``, which only gives results the class, and MONAI's, which also keeps a
 description. For these the network is called on ordinary tensors in the same memory, and what it
-returns gets the class that it has on one device. Inside of containers they are refused, since the
-network may write to these. Any other ``__torch_function__`` may do anything, and TorchDynamo does
-not follow all of it, so such a class is refused.
+returns gets the class that it would have on one device. Inside of containers they are refused,
+since the network may write to a container. Any other ``__torch_function__`` may do anything, and
+TorchDynamo does not follow all of it, so such a class is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,10 @@ def refused_class(tensor: Tensor) -> str | None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """An ordinary tensor in the same memory, if the class changes no number; else the tensor."""
+    """An ordinary tensor in the same memory, if the tensor is of a subclass that changes no number.
+
+    Any other tensor is returned as it is.
+    """
     if not is_followed(type(tensor)):
         return tensor
     with as_they_are():
@@ -42,12 +45,19 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def like(result: Any, first: Tensor, given: Mapping[int, Tensor]) -> Any:
-    """What a network has returned for ordinary tensors, in the classes that it has without stages.
+    """Give the results of a call on ordinary tensors the classes that users expect.
+
+    These are the classes that the results have without stages.
 
     Args:
-        result: containers with tensors.
-        first: the first argument of a class of its own.
-        given: all of these arguments, by the identity of the ordinary tensor in their place.
+        result: what the network has returned: containers with tensors.
+        first: the first argument of a subclass of Tensor, as the user gave it.
+        given: all arguments of a subclass, each by the ``id`` of the ordinary tensor (from `plain`)
+            that took its place.
+
+    Returns:
+        A copy of ``result``. An argument that is returned is the user's tensor again; any other
+        ordinary tensor becomes one of the class of ``first``.
     """
 
     def followed(part: Any) -> Any:
@@ -76,7 +86,10 @@ def _function_of(kind: type[Tensor]) -> Callable[..., Any] | None:
 
 
 def is_followed(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor changes no number, so that ordinary tensors can replace it."""
+    """Whether a subclass of Tensor changes no number, so that ordinary tensors can replace it.
+
+    False for Tensor itself.
+    """
     if kind is Tensor:
         return False
     return _function_of(kind) is _default or _name(kind) == _CARRIES_A_DESCRIPTION

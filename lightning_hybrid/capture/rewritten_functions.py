@@ -3,12 +3,12 @@
 They replace the originals while code is captured, or in captured code alone
 (`torch.compiler.substitute_in_graph`).
 
-Torch's transformers have a fast path where nothing is trained, which makes one operation of an
-encoder layer, or of attention, in which no cut is possible, though training has one there. So
-networks are captured with the fast path switched off; it computes the same in another order.
-``torch.nn.TransformerEncoder`` also packs sequences there whose mask is true at their ends alone,
-and returns zeros for what is padded. For that it looks at the mask's values, so that under
-TorchDynamo it computes without packing, and returns other numbers. Such a call is not captured.
+Torch's transformers have a fast path where nothing is trained. It makes one operation of an encoder
+layer, or of attention, so that no cut would be possible where the graph for training has one. So
+networks are captured with the fast path switched off; the ordinary path gives the same results, to
+rounding. On the fast path ``torch.nn.TransformerEncoder`` also packs sequences whose mask is true
+at their ends alone, and returns zeros for what is padded. For that it looks at the mask's values,
+which it does not under TorchDynamo: it would return other numbers. Such a call is not captured.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _allow_in_graph: Any = torch.compiler.allow_in_graph
 
 @torch.compiler.substitute_in_graph(pow, can_constant_fold_through=True)
 def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
-    """Python's ``pow``, by the operator ``**``, which TorchDynamo follows."""
+    """Replaces Python's ``pow`` in captured code: TorchDynamo follows the operator ``**``."""
     return operator.pow(base, exp) if mod is None else operator.pow(base, exp) % mod
 
 
 def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-    """Whether a mask is the causal one, for `torch.nn.TransformerEncoder` and the like.
+    """Replaces torch's test in captured code whether a mask of a transformer is the causal one.
 
-    Torch compares the mask's numbers. Here it is so only if ``is_causal`` says it; else the mask is
-    used as it is, which gives the same results, to rounding.
+    Torch compares the mask's numbers. Here a mask is causal only if ``is_causal`` says so; else it
+    is used as it is, which gives the same results, to rounding.
     """
     return is_causal is True
 
@@ -52,7 +52,7 @@ _jit_isinstance: Any = torch.jit.isinstance
 
 
 def _isinstance(obj: Any, target_type: Any) -> bool:
-    """`torch.jit.isinstance`; for classes (no generic types) as the built-in function."""
+    """Replaces `torch.jit.isinstance`: for classes (no generic types) the built-in function."""
     kinds = target_type if isinstance(target_type, tuple) else (target_type,)
     if all(isinstance(kind, type) for kind in kinds):
         return isinstance(obj, kinds)
@@ -63,10 +63,11 @@ _batch_norm: Any = BatchNorm.forward
 
 
 def _averaging(self: BatchNorm, input: Tensor) -> Tensor:
-    """Batch normalisation with a cumulative average (``momentum=None``).
+    """Replaces ``forward`` of batch normalisation, for a cumulative average (``momentum=None``).
 
     Torch reads the number of batches, a tensor, as a Python number in each call, which cannot be
-    captured. Here it stays a tensor, on the rank that owns it.
+    captured. Here it stays a tensor, on the rank that owns it. In all other cases, and outside of
+    captures, torch's own ``forward`` is called.
     """
     average = self.momentum is None and self.training and self.track_running_stats
     count = self.num_batches_tracked
@@ -100,7 +101,7 @@ PACKS = (
 
 _encode: Any = nn.TransformerEncoder.forward
 _fast = True
-"""Whether the user allowed the fast path when the capture began."""
+"""Whether the user's setting allowed the fast path when the capture began."""
 
 
 def _encoder(
@@ -121,7 +122,10 @@ def _encoder(
 
 
 def _as_ever(*given: Any) -> Any:
-    """Run an encoder with the fast path switched as the user has it."""
+    """Run the original ``forward`` of an encoder, with the user's setting of the fast path.
+
+    Afterwards the fast path is off again, as captures need it.
+    """
     torch.backends.mha.set_fastpath_enabled(_fast)
     try:
         return _encode(*given)
@@ -133,7 +137,14 @@ _not_captured: Any = torch.compiler.disable(_as_ever)
 
 
 def _may_pack(encoder: Any, src: Tensor) -> bool:
-    """Whether torch would look at the mask's values, to pack; its conditions, in its order."""
+    """Whether torch itself would look at the values of the mask, to pack the sequences.
+
+    (The conditions are torch's, in its order.)
+
+    Args:
+        encoder: a `torch.nn.TransformerEncoder`.
+        src: its input.
+    """
     first, packs = encoder.layers[0], getattr(encoder, "use_nested_tensor", False)
     if not _fast or not packs or first.training:
         return False
@@ -167,5 +178,8 @@ captured_functions = _Captured(
     FREE_CONVOLUTIONS,
     *FREE_SEQUENCES,
 )
-"""Inside, TorchDynamo follows these functions (no substitution in graphs is possible for them), and
-torch's fast path for transformers is off."""
+"""A context for captures, in which these functions are replaced by ones that TorchDynamo follows.
+
+(Those for which no substitution in graphs is possible.) Torch's fast path for transformers is off
+inside.
+"""

@@ -19,10 +19,13 @@ CallHandler = Callable[..., Any]
 
 
 class WatchedForward:
-    """Replaces ``forward`` on an instance; copies and pickles of the module do not have it.
+    """Replaces ``forward`` on an instance of a module, and calls a handler instead.
+
+    Copies and pickles of the module have the original ``forward``.
 
     Args:
-        handler: called with the module's name, the module, and the arguments of the call.
+        handler: called with the module's name, the module, and the positional (a tuple) and keyword
+            (a dictionary) arguments of the call; returns what the call returns.
         name: dotted name of the module.
         module: the module.
         own: the ``forward`` that the user has put on the instance, if there is one.
@@ -62,7 +65,13 @@ def _same(value: Any) -> Any:
 
 
 def watch(module: nn.Module, name: str, handler: CallHandler) -> None:
-    """Have calls of ``module`` go to ``handler``."""
+    """Have calls of ``module`` go to ``handler`` until `unwatch`; replaces an earlier handler.
+
+    Args:
+        module: the module; a `WatchedForward` is put on the instance.
+        name: its dotted name, for the handler.
+        handler: see `WatchedForward`.
+    """
     # (in the instance's own dictionary, so that its class and other instances stay as they are)
     before = module.__dict__.get("forward")
     own = before.own if isinstance(before, WatchedForward) else before
@@ -70,7 +79,7 @@ def watch(module: nn.Module, name: str, handler: CallHandler) -> None:
 
 
 def unwatch(module: nn.Module) -> None:
-    """Have calls of ``module`` go to its own ``forward`` again."""
+    """Have calls of ``module`` go to its own ``forward`` again; no effect if it is not watched."""
     before = module.__dict__.get("forward")
     if not isinstance(before, WatchedForward):
         return
@@ -81,23 +90,26 @@ def unwatch(module: nn.Module) -> None:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether calls of ``module`` go to a handler."""
+    """Whether calls of ``module`` go to a handler (see `watch`)."""
     return isinstance(module.__dict__.get("forward"), WatchedForward)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The ``forward`` of a module as the user has it: on the instance, else that of its class."""
+    """The ``forward`` of a module as the user has it, also while the module is watched.
+
+    It is the one that the user has put on the instance, else that of the class.
+    """
     found = module.__dict__.get("forward")
     own = found.own if isinstance(found, WatchedForward) else found
     return own if own is not None else MethodType(type(module).forward, module)
 
 
 def candidates(module: nn.Module, names: Iterable[str] | None = None) -> dict[str, nn.Module]:
-    """The modules, by name, whose call may be the network's.
+    """The modules, by dotted name, that may be the network: those whose calls are to be watched.
 
     Args:
         module: the LightningModule.
-        names: the user's choice; ``None`` for every module that owns a parameter.
+        names: dotted names that the user has chosen; ``None``: every module that owns a parameter.
 
     Raises:
         NetworkNotFoundError: no module owns a parameter, or there is no module of a chosen name.

@@ -1,9 +1,10 @@
 """What the operations of a captured graph do beside returning a value, found by one run.
 
-The run is on fake tensors (shapes without memory), operation by operation: which memory does it
-write to, which results share memory, does it draw random numbers, does it switch a mode, how many
-floating-point operations does it take. If an operation cannot run without values, nothing is known
-of it and of all that follow: they may draw random numbers, and the network is not cut behind it.
+The graph runs once on fake tensors (shapes without memory), operation by operation. For each it is
+noted which memory it writes to, which of its results share memory, whether it draws random numbers,
+whether it switches a mode, and how many floating-point operations it takes. If an operation cannot
+run without values, nothing is known of it and of all later ones: they may draw random numbers, and
+the network is not cut after it.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ from lightning_hybrid._trees import tensors_in
 class Effects:
     """What one operation does beside returning a value.
 
+    Memory has numbers: tensors that share memory have the same number.
+
     Attributes:
-        results: numbers of the memory of what it returns; equal numbers mean shared memory.
-        writes: numbers of the memory that it changes.
-        random: whether it draws from torch's generators, or may.
-        ambient: whether, after it, the modes that a cut cannot switch (``vmap`` levels,
-            derivatives in forward mode, inference mode) are as at the beginning of the graph.
-        unknown: why all this is not known, in words; ``None``: it is known.
+        results: numbers of the memory that the returned tensors lie in.
+        writes: numbers of the memory that the operation changes in place.
+        random: whether it draws from torch's generators; true also if that is not known.
+        ambient: whether, after it, the modes that a cut cannot switch (``vmap`` levels, derivatives
+            in forward mode, inference mode) are as at the beginning of the graph.
+        unknown: why its effects are not known, in words that follow "what it does"; ``None``: they
+            are known.
         flops: floating-point operations of convolutions and matrix products, at the captured sizes.
     """
 
@@ -62,14 +66,20 @@ class Effects:
 
 @dataclass
 class Annotations:
-    """The effects of all operations, and the memory of each tensor."""
+    """The effects of all operations of a graph, and which of its tensors share memory.
+
+    Attributes:
+        of: the effects of each node that is an operation.
+        memory: per node that is a tensor, the number of its memory; equal numbers mean shared
+            memory.
+    """
 
     of: dict[fx.Node, Effects] = field(default_factory=dict)
     memory: dict[fx.Node, int] = field(default_factory=dict)
 
     @property
     def written(self) -> frozenset[int]:
-        """The numbers of all memory that is changed."""
+        """The numbers of all memory that some operation changes in place."""
         return frozenset[int]().union(*(effects.writes for effects in self.of.values()))
 
 
@@ -77,23 +87,34 @@ def annotate(graph: fx.Graph, attributes: Mapping[str, Any], batch: int) -> Anno
     """Find the effects of all operations of a captured graph, by one run on fake tensors.
 
     Args:
-        graph: each node has its ``example_value``, as from TorchDynamo.
-        attributes: constants and nested graphs that its nodes name.
-        batch: the batch size, by which sizes that depend on values count.
+        graph: a graph from TorchDynamo, in which each node has its ``example_value``.
+        attributes: the values of its ``get_attr`` nodes (constants, nested graphs), by name.
+        batch: the batch size, which is also taken for each size that depends on values of tensors.
     """
     with as_they_are(), torch.inference_mode(False):
         return _Annotator(graph, attributes, batch).annotations()
 
 
 def arguments_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
-    """Positional and keyword arguments of a node, from the values of those before it."""
+    """The positional and keyword arguments of a node, with values in the place of nodes.
+
+    Args:
+        node: the node.
+        values: the values of all nodes that it takes.
+    """
     args: Any = fx.map_arg(node.args, values.__getitem__)
     kwargs: Any = fx.map_arg(dict(node.kwargs), values.__getitem__)
     return args, kwargs
 
 
 def called(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What an operation of a graph returns for these arguments."""
+    """Run the operation of a node (a function or a method) on these arguments; returns its result.
+
+    Args:
+        node: the node.
+        args: its positional arguments; for a method the first one is the object.
+        kwargs: its keyword arguments.
+    """
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     function: Any = node.target
@@ -111,7 +132,7 @@ FAILURES = (
     AssertionError,
     ArithmeticError,
 )
-"""Errors with which a run on fake tensors may break off; others (an interrupt) are not caught."""
+"""Errors that may end a run on fake tensors; others (an interrupt) are not caught."""
 
 
 def _attention_flops(
@@ -193,7 +214,14 @@ class _Annotator:
         return {self._memory(t) for t, number in before if version(t) != number}
 
     def _made(self, example: Any) -> Any:
-        """A stand-in for an input: a fake tensor of the captured sizes, or the captured number."""
+        """A stand-in for an input: a fake tensor of the captured sizes, or the captured number.
+
+        Args:
+            example: the input's example value from TorchDynamo.
+
+        Raises:
+            NotImplementedError: it is a sparse or nested tensor.
+        """
         if isinstance(example, Tensor):
             if example.layout is not torch.strided or example.is_nested:
                 raise NotImplementedError("a sparse or nested tensor")
@@ -211,7 +239,11 @@ class _Annotator:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, Any]:
-    """A key for the memory of a tensor, which no other has as long as the second result lives."""
+    """A key for the memory of a tensor, and an object that the caller must keep alive with it.
+
+    Tensors that share memory have equal keys. As long as the object (the storage, or a sparse
+    tensor itself) is alive, no other memory has that key.
+    """
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse tensors have none
@@ -220,7 +252,11 @@ def memory_of(tensor: Tensor) -> tuple[int, Any]:
 
 
 def _why(error: Exception) -> str:
-    """Why an operation's effects are unknown, as the end of "what the operation does ..."."""
+    """Say why an operation's effects are unknown, in words that follow "what it does".
+
+    Args:
+        error: what its run on fake tensors has raised.
+    """
     if type(error).__name__ in OF_VALUES:
         return "depends on values"
     text = str(error).strip().partition("\n")[0]
@@ -228,7 +264,13 @@ def _why(error: Exception) -> str:
 
 
 def captured_size(number: Any, batch: int) -> int:
-    """A number at the captured sizes, of which those that depend on values count as the batch's."""
+    """A size or other number as the integer that it was in the captured call.
+
+    Args:
+        number: a plain or symbolic number.
+        batch: the value to take for its symbols if the number depends on values of tensors, so that
+            the capture does not tell it.
+    """
     known = captured_value(number)
     if known is None:
         known = value_with(number, dict.fromkeys(symbols_in(number), batch))
@@ -236,9 +278,14 @@ def captured_size(number: Any, batch: int) -> int:
 
 
 class _EffectsMode(TorchDispatchMode):
-    """Notices random operations, and the statistics that batch normalisation writes.
+    """A dispatch mode that notes random operators, and statistics that batch normalisation writes.
 
-    (Neither the operator's schema nor version counters tell that it writes these.)
+    (Neither the schema of batch normalisation nor version counters tell that it writes these.)
+
+    Attributes:
+        uses_rng: whether an operator has drawn random numbers since the user of the mode reset
+            this.
+        statistics: running means and variances that were written since the user cleared this list.
     """
 
     def __init__(self) -> None:
@@ -259,14 +306,24 @@ class _EffectsMode(TorchDispatchMode):
 
 
 def _fixed_modes() -> tuple[Any, ...]:
-    """The current modes of those that a stage cannot switch (unlike gradients and autocast)."""
+    """The present state of all modes that a stage cannot switch by itself.
+
+    (Gradients and autocast are none of these.)
+
+    Returns:
+        Whether inference mode is on, the default type, and the levels of function transforms and of
+        derivatives in forward mode.
+    """
     inference, dtype = torch.is_inference_mode_enabled(), torch.get_default_dtype()
     return inference, dtype, functorch_level(), dual_level()
 
 
 @contextmanager
 def modes_restored() -> Iterator[None]:
-    """On exit, restore gradient mode, default type and autocast, which a failed run may change."""
+    """A context that on exit restores gradient mode, default type and autocast.
+
+    A failed run of a graph may leave them changed.
+    """
     gradients, default = torch.is_grad_enabled(), torch.get_default_dtype()
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]

@@ -23,17 +23,18 @@ from lightning_hybrid.graph.stage_code import GraphCode
 from lightning_hybrid.remote import materialize
 
 MOST_COMPILED = 64
-"""Most sizes for which a stage is compiled; for more it runs uncompiled, and torch warns."""
+"""For how many input sizes a stage is compiled; for more it runs uncompiled, and torch warns."""
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
-    """``code`` through ``torch.compile``, for each size by itself.
+    """Compile a stage's function with ``torch.compile``, once for each set of input sizes.
 
-    With torch's generators in place of Inductor's own (``fallback_random``), so that random layers
-    draw what they draw uncompiled. Sizes are fixed since for free ones Inductor cannot compile some
+    Random layers draw the same numbers as uncompiled, by torch's generators instead of Inductor's
+    own (``fallback_random``). Sizes are fixed since for free ones Inductor cannot compile some
     networks (a 3-D max pooling before a convolution, for instance, in torch 2.13).
 
-    Stages share a code object, by which torch counts what it has compiled: each counts by itself.
+    All stages share one code object, by which torch counts what it has compiled; so each result
+    counts its compilations by itself (``isolate_recompiles``).
     """
     return torch.compile(  # type: ignore[call-overload,no-any-return]
         code,
@@ -49,15 +50,18 @@ class StageCode:
     """A stage as plain data, for the rank that owns it.
 
     Attributes:
-        code: takes tensors of the network, what crosses the cut before it, and numbers; returns a
-            list of what crosses the cut after it, or of what the network returns.
-        tensors: dotted names, in the network, of the parameters and buffers that it takes.
-        numbers: which of `NetworkGraph.numbers` it takes, by position.
+        code: a function of tensors of the network, then what crosses the cut before the stage, then
+            numbers; returns a list of what crosses the cut after the stage, or of what the network
+            returns.
+        tensors: dotted names, in the network, of the parameters and buffers that it takes, in
+            order.
+        numbers: which of `NetworkGraph.numbers` it takes, by index.
         written: names of the parameters and buffers that it changes in place.
-        layers: (first, after last) number of its layers.
-        beside: names of further parameters and buffers of the modules whose tensors it takes, which
-            this graph does not use, but other graphs may (a count of batches, in training).
-        checkpointed: whether a part of it is computed again in the backward.
+        layers: number of its first layer, and number of its last layer plus one.
+        beside: names of further parameters and buffers of the same modules, which this graph does
+            not use, but other graphs of the network may (a count of batches, in training).
+        checkpointed: whether a part of it is under activation checkpointing, so that the backward
+            computes it again.
     """
 
     code: GraphCode
@@ -70,15 +74,15 @@ class StageCode:
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """Names of all tensors that belong to the rank of this stage."""
+        """Names of all parameters and buffers that the stage's rank owns: `tensors`, `beside`."""
         return (*self.tensors, *self.beside)
 
 
 class Stage:
     """The layers between two cuts, on the rank that runs them.
 
-    The parameters and buffers stay the network's own: they are looked up by name when the stage is
-    made, and each call takes what stands in that place.
+    The stage has no copies of parameters and buffers: each call reads those that the modules of
+    ``network`` hold at that moment.
 
     Args:
         code: what it computes.
@@ -110,23 +114,38 @@ class Stage:
             self._run = compiled(self._code.function(self.device, without=RECURRENT))
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[Any] = ()) -> list[Any]:
-        """Run the layers of this stage.
+        """Run the layers of this stage, with the network's present parameters and buffers.
 
         Args:
-            values: what crosses the cut before it; for stage 0 the tensors of `NetworkGraph.bind`.
-            numbers: the values of the graph's numbers in this call, the same for every stage.
+            values: what crosses the cut before it, in order; for stage 0 the tensors of
+                `NetworkGraph.bind`.
+            numbers: the values of all `NetworkGraph.numbers` in this call, the same for every
+                stage.
+
+        Returns:
+            What crosses the cut after it, in order; of the last stage the values of
+            `NetworkGraph.tensor_outputs`, then `NetworkGraph.scalar_outputs`.
         """
         return self.run_with(self._tensors(), values, numbers)
 
     def run_with(
         self, tensors: Sequence[Tensor], values: Sequence[Any], numbers: Sequence[Any] = ()
     ) -> list[Any]:
-        """Run the layers with other parameters and buffers, in the order of `StageCode.tensors`."""
+        """Run the layers of this stage with given parameters and buffers.
+
+        Args:
+            tensors: the parameters and buffers, in the order of `StageCode.tensors`.
+            values: what crosses the cut before it, as in `__call__`.
+            numbers: the values of all `NetworkGraph.numbers`, as in `__call__`.
+
+        Returns:
+            The same as `__call__`.
+        """
         result: list[Any] = self._run(*tensors, *values, *[numbers[n] for n in self._numbers])
         return result
 
     def taken(self) -> dict[str, Tensor]:
-        """By name, the parameters and buffers that a call takes, in the order for `run_with`."""
+        """The network's present tensors that a call takes, by name, in the order for `run_with`."""
         return dict(zip(self._takes, self._tensors()))
 
     def _tensors(self) -> list[Tensor]:
@@ -134,7 +153,7 @@ class Stage:
         return [table[key] for table, key in self._taken_from]
 
     def changed(self) -> dict[str, Tensor]:
-        """By name, the parameters and buffers that a call changes in place."""
+        """The parameters and buffers that a call changes in place, by name."""
         return {name: tensor for name, tensor in self.taken().items() if name in self.written}
 
     def _tensor(self, name: str) -> Tensor:
@@ -144,7 +163,13 @@ class Stage:
 
     @contextmanager
     def instead(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, calls take other tensors in the place of those with these names."""
+        """A context in which the network holds other parameters and buffers, which calls then take.
+
+        On exit it has its own ones back.
+
+        Args:
+            tensors: by name, the tensors to put into the network; the names must be of this stage.
+        """
         before = {name: self._tensor(name) for name in tensors}
         try:
             self._put(tensors)
@@ -158,7 +183,11 @@ class Stage:
             table[key] = tensor
 
     def move(self, device: torch.device | str) -> None:
-        """Move the network's parameters and buffers that this stage uses to another device."""
+        """Move the parameters (with gradients) and buffers of this stage to another device.
+
+        These are the network's own: parameters stay the same objects, buffers are replaced in their
+        modules.
+        """
         named = (*self.named_parameters(), *self.named_buffers())
         materialize([tensor for _, tensor in named])
         for _, parameter in self.named_parameters():
@@ -190,7 +219,12 @@ class Stage:
 
 
 def _place(network: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """The table of a module in which a parameter or buffer stands, and its key there."""
+    """Where a network holds a parameter or buffer: the dictionary of its module, and the key there.
+
+    Args:
+        network: the network.
+        name: dotted name of the parameter or buffer.
+    """
     owner, _, key = name.rpartition(".")
     parameters, buffers = tables(network.get_submodule(owner))
     return (parameters if key in parameters else buffers), key
@@ -204,24 +238,29 @@ def cut(
     *,
     collects: bool = False,
 ) -> list[StageCode]:
-    """Cut the network before the partitions numbered ``boundaries``.
+    """Cut a network into stages, before the partitions numbered ``boundaries``.
 
     Stage 0 takes the tensors of `NetworkGraph.bind`, each later stage what the one before it
     returns; the last one returns `NetworkGraph.tensor_outputs` and then
-    `NetworkGraph.scalar_outputs`. A tensor that is needed further on passes through the stages
+    `NetworkGraph.scalar_outputs`. A tensor that a later stage needs passes through all stages
     between.
 
     Args:
         graph: the captured network.
-        partitions: its partitions.
-        boundaries: rising numbers of the partitions that stages 1, 2 ... begin with; none: one
+        partitions: all partitions of it, from `network_partitions`.
+        boundaries: rising numbers of the partitions with which stages 1, 2 ... begin; empty: one
             stage.
-        device: where the network was captured; that of the first leaf by default.
+        device: the device of the capture, which each rank replaces by its own; by default
+            `NetworkGraph.device`.
         collects: whether to add a last stage without layers, which collects the outputs where
             several ranks run copies of the stage before it.
 
+    Returns:
+        The stages in order.
+
     Raises:
-        NetworkError: the boundaries are out of order or out of range, or outputs cannot travel.
+        NetworkError: the boundaries are out of order or out of range, or outputs cannot be sent to
+            that last stage.
     """
     if list(boundaries) != sorted(set(boundaries)) or not all(
         0 < boundary < len(partitions) for boundary in boundaries
@@ -235,10 +274,12 @@ def cut(
 
 
 def collecting(graph: NetworkGraph) -> list[int]:
-    """The position behind all layers (in a list), where a stage begins that collects the outputs.
+    """The position, in a list for `cut_at`, of a last stage without layers.
+
+    Such a stage collects the outputs where several ranks run copies of the stage before it.
 
     Raises:
-        NetworkError: an output cannot travel.
+        NetworkError: an output cannot be sent to another rank.
     """
     end = len(graph.layers)
     if refusal := Cuts(graph).refusal(end):
@@ -252,7 +293,18 @@ def collecting(graph: NetworkGraph) -> list[int]:
 def cut_at(
     graph: NetworkGraph, positions: Sequence[int], device: torch.device | None = None
 ) -> list[StageCode]:
-    """Cut the network before the layers numbered ``positions``; see `cut`."""
+    """Cut a network into stages, before the layers numbered ``positions``; see `cut`.
+
+    Args:
+        graph: the captured network.
+        positions: for stages 1, 2 ... the number of the first layer, never decreasing. It is not
+            checked that cuts are allowed there.
+        device: the device of the capture, which each rank replaces by its own; by default
+            `NetworkGraph.device`.
+
+    Returns:
+        The stages in order.
+    """
     cuts = Cuts(graph)
     device = device or graph.device  # code that names it gets the device of the rank that runs it
     places = [0, *positions, len(graph.layers)]
@@ -270,7 +322,11 @@ def cut_at(
 
 
 def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> list[StageCode]:
-    """The stages with `StageCode.beside` filled in: tensors that this graph does not use."""
+    """Copies of the stages with `StageCode.beside` filled in.
+
+    A parameter or buffer that no stage takes belongs to the first stage that takes another one of
+    the same module; if there is none, to no stage.
+    """
     taken = {name for stage in stages for name in stage.tensors}
     # unused tensors of a module belong to the first stage that uses one of the module's
     home: dict[str, int] = {}
@@ -288,7 +344,13 @@ def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> li
 def make_stages(
     codes: Iterable[StageCode], network: nn.Module, device: torch.device
 ) -> list[Stage]:
-    """Stages of a network on this rank."""
+    """Make stages that run on this rank, one for each code.
+
+    Args:
+        codes: what each stage computes.
+        network: the network, on this rank, whose parameters and buffers they read.
+        device: where they run.
+    """
     return [Stage(code, network, device) for code in codes]
 
 
@@ -324,11 +386,11 @@ def _stage(
 
 
 def compute_whole(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
-    """Compute a graph on this rank, uncut.
+    """Run a captured graph on this rank as one stage; returns what the graph returns.
 
     Args:
-        graph: of a network whose weights are here.
-        values: the arguments of the graph in this call.
+        graph: the captured network.
+        values: the arguments of the graph in this call, parameters and buffers among them.
     """
     # as one stage: the same code, in the same order, as stages would run it
     code = cut_at(graph, [])[0]

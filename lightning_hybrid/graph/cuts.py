@@ -11,9 +11,9 @@ from lightning_hybrid.graph.source_places import place_of
 
 
 class Cuts:
-    """What a cut of a graph means at each position: what crosses it, and whether it is allowed.
+    """For each position in a graph: what would cross a cut there, and whether a cut is allowed.
 
-    Position p lies before layer number p.
+    Position p lies before layer number p; the last position, after all layers, is their number.
 
     Args:
         graph: the captured network.
@@ -25,7 +25,7 @@ class Cuts:
         self._made: dict[fx.Node, int] = dict.fromkeys(graph.inputs, -1)
         self._last_use: dict[fx.Node, int] = {}
         self.reads: list[set[fx.Node]] = []
-        """per layer: the tensors that it takes"""
+        """per layer: the inputs, and results of earlier layers, that it takes"""
         spans: dict[str, tuple[int, int]] = {}
         # a tensor crosses all cuts between the layer that makes it and the last one that takes it
         for index, layer in enumerate(graph.layers):
@@ -61,9 +61,13 @@ class Cuts:
     def _lives_of_memory(self, count: int) -> list[tuple[int, int, str]]:
         """Spans of layers that must not be cut: (first layer, last layer, why in words).
 
-        For each memory the span from the layer that makes it to the last that writes to it: on
-        another rank it would be a copy, which does not see the write. Memory that several outputs
-        share must not be cut up to the end, since the user may write to it.
+        A position p is inside of a span if first < p <= last. For each memory that is changed in
+        place, the span reaches from the layer that makes it to the last layer that changes it: a
+        copy on another rank would not see the change. For memory that several outputs share, the
+        span reaches to the end, since the user may write to an output.
+
+        Args:
+            count: the number of layers.
         """
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -91,25 +95,31 @@ class Cuts:
         return lives
 
     def crossing(self, position: int) -> list[fx.Node]:
-        """The tensors made before the position and used after it, in the order of the graph."""
+        """The nodes that a cut at a position would send on: made before it, used after it.
+
+        They are in the order of the graph.
+        """
         nodes = [
             node for node, last in self._last_use.items() if self._made[node] < position <= last
         ]
         return sorted(nodes, key=self._order.__getitem__)
 
     def parts_weights(self, position: int) -> bool:
-        """Whether a value that is computed from weights alone would cross a cut at a position."""
+        """Whether a tensor that is computed from weights alone would cross a cut at a position."""
         return any(made < position <= last for made, last in self._made_weights)
 
     def bytes(self, position: int) -> int:
-        """Bytes that cross a cut at the captured batch size; behind the last layer: the outputs."""
+        """Bytes of the tensors that would cross a cut at a position, at the captured batch size.
+
+        For the position after the last layer: bytes of the network's tensor outputs.
+        """
         graph = self.graph
         last = position == len(graph.layers)
         nodes = graph.tensor_outputs if last else self.crossing(position)
         return sum(graph.info[node].bytes for node in nodes if node in graph.info)
 
     def refusal(self, position: int) -> str | None:
-        """Why the network may not be cut here; None: it may."""
+        """Why the network must not be cut at a position, in words; ``None``: a cut is allowed."""
         layers = self.graph.layers
         if position == 0:  # in a further graph of a network, first stages may have no layers
             return self._does_not_travel(position)

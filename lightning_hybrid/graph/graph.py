@@ -1,15 +1,17 @@
 """A captured network: its layers, what it reads and writes, and what of it depends on the batch.
 
 TorchDynamo hands over an fx graph of torch operations (:mod:`lightning_hybrid.capture.capture`).
-Its placeholders are parameters, buffers, other tensors and sizes; parameters are arguments like any
-other, so which of these a placeholder is, is found by comparing the objects that a call passes.
+Its placeholders are parameters, buffers, other tensors and sizes. The graph does not tell which of
+these a placeholder is: that is found by comparing the objects that a call passes with the
+parameters and buffers of the network.
 
 Three kinds of nodes are told apart:
 
 * *layers*: operations on tensors, and those that switch a mode (autocast). They run once, in order.
 * *scalars*: arithmetic on sizes and on numbers that were read from tensors. They are recomputed in
   each stage that needs them.
-* *numbers*: scalars that follow from the sizes of the inputs alone. The driver computes them.
+* *numbers*: scalars that follow from the sizes of the inputs alone. The driver computes them, for
+  all stages.
 """
 
 from __future__ import annotations
@@ -34,18 +36,21 @@ from lightning_hybrid.graph.source_places import input_name
 NodeT = TypeVar("NodeT", bound=Hashable)
 
 SizesOfSymbols = Mapping[Any, int]
-"""Per symbol of a free size (such as that of the batch), its value in a call."""
+"""The value of each size symbol in one call or micro-batch.
+
+A size symbol stands for a size that the capture has left open, such as the batch size.
+"""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor in the graph before it is computed.
+    """Shape and type of a tensor in the graph, known before the tensor is computed.
 
     Attributes:
-        shape: at the captured sizes, with the batch's in the place of one that depends on values;
-            empty if it is sparse or nested.
+        shape: the shape in the captured call, where a size that depends on values of tensors counts
+            as the batch size; empty for a sparse or nested tensor.
         dtype: its type.
-        free: whether its shape follows from the sizes of the inputs (and not from values).
+        free: whether its shape follows from the sizes of the inputs alone (and not from values).
         is_strided: whether it is neither sparse nor nested.
     """
 
@@ -66,9 +71,10 @@ class Layer:
     Attributes:
         name: the name of its node.
         node: the operation in the captured graph.
-        parts: nodes that take tensors out of what the operation has returned.
-        module: dotted name of the module whose code calls it; empty: the network itself, or not
-            known.
+        parts: ``getitem`` nodes that take single tensors out of the tuple that the operation
+            returns.
+        module: dotted name of the module whose code calls the operation; empty: the network itself,
+            or not known.
         is_module: whether that module has no submodules, so that the operation is (a part of) what
             the module computes.
         parameters: names of the parameters that it is given.
@@ -90,16 +96,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class Leaf:
-    """An input of the graph that a call provides, no parameter or buffer of the network.
+    """An input of the graph, given in each call, that is no parameter and no buffer of the network.
 
-    It is an argument of the call, or what the network's Python holds elsewhere (an attribute).
+    It is an argument of the call, or a value that the network's Python reads from elsewhere (an
+    attribute).
 
     Attributes:
         node: its placeholder in the graph.
-        rows: where the batch's samples are in it, along which it is split; ``None``: all
-            micro-batches get it whole.
-        number: whether it is a Python number that changes between calls, and travels as a tensor.
-        made: whether it is a result of the prologue, which the driver computes for all samples.
+        rows: the dimension of the batch's samples, along which it is split; ``None``: every
+            micro-batch gets the whole value.
+        number: whether it is a Python number that changes between calls; it is sent as a tensor.
+        made: whether the prologue computes it, on the driver and for all samples; else it comes
+            with the call.
     """
 
     node: fx.Node
@@ -109,7 +117,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The expression for it in the network's code, such as ``x`` or ``self.mask``."""
+        """The expression for this input in the network's code, such as ``x`` or ``self.mask``."""
         return input_name(self.node)
 
 
@@ -118,37 +126,41 @@ class NetworkGraph:
     """A captured network. Made by :func:`lightning_hybrid.graph.graph_from_dynamo.describe`.
 
     Attributes:
-        network: the module.
+        network: the module that was captured.
         graph: the fx graph from TorchDynamo.
         layers: its operations in order.
         tensors: per placeholder of a parameter or buffer of the network, its dotted name.
-        leaves: the other inputs (but for sizes), in the order in which stage 0 takes them.
-        numbers: scalar nodes whose values follow from sizes; the driver evaluates them.
-        outputs: what the graph returns, in order; a node, or a constant.
+        leaves: the other inputs (without sizes), in the order in which stage 0 takes them.
+        numbers: nodes of numbers that follow from the sizes of the inputs alone, in the order of
+            the graph; the driver evaluates them.
+        outputs: what the graph returns, in order: each a node, or a constant.
         written_leaves: leaves that the network changes in place.
-        memory: per node that is a tensor, the number of its memory; equal numbers mean shared
-            memory.
-        symbols: the size symbols that stand for the batch size, which may be a symbol of its own
-            in each input; empty: the batch size is fixed.
-        batch: the batch size of the first call.
-        attributes: the constants and nested graphs of ``get_attr`` nodes, by name.
+        memory: per node that is a tensor, the number of the memory that it lies in; nodes with
+            equal numbers share memory.
+        symbols: the size symbols that stand for the batch size, that of the first input first (each
+            input may have a symbol of its own); empty: the batch size is fixed.
+        batch: the batch size of the call that was captured; ``None``: no size of the batch is free.
+        attributes: the values of ``get_attr`` nodes (constants, nested graphs), by name.
         place: per placeholder, its position among the arguments of the graph.
-        info: shape and dtype of every node that is a tensor.
+        info: shape and type of every node that is a tensor.
         fingerprint: hash of all nodes with their arguments and shapes, 16 hexadecimal digits.
-        guards: what was assumed of the sizes; see `guards_allow`. ``None``: no size is free.
-        shared: names of the parameters and buffers of the network that all ranks have.
+        guards: the conditions on sizes under which the graph holds; see `guards_allow`. ``None``:
+            no size is free.
+        shared: names of the parameters and buffers of the network that exist on all ranks.
         differentiable: whether gradients were switched on when it was captured.
-        meets: why its batches cannot be split; ``None``: samples do not meet.
+        meets: why its batches cannot be split into micro-batches, in words (a result depends on
+            several samples); ``None``: they can.
         split_by: how it is known that its batches may be split, with the shares of the load that
             prologue and tail have, in a few words: "proof, tail 0.3%".
         tried: operations (with their modules) for which there is no proof that they keep samples
             apart, only a passed trial; see :mod:`lightning_hybrid.graph.row_trial`.
-        divided: whether it is the heavy part of a network, whose prologue and tail the driver
-            computes.
-        rows: per tensor output, where the samples are in it; ``None``: it is the same in all
-            micro-batches.
-        no_shares: why no micro-batch has a share of a loss by itself, so that no backward may begin
-            inside of a call; empty: each has (:mod:`lightning_hybrid.graph.loss_terms`).
+        divided: whether this is the heavy part of a network, whose prologue and tail the driver
+            computes; see :mod:`lightning_hybrid.graph.three_parts`.
+        rows: per node of `tensor_outputs`, the dimension of the samples; ``None``: the output is
+            the same in all micro-batches.
+        no_shares: why a micro-batch cannot compute its share of the loss by itself, in words, so
+            that no backward may begin before the call has ended; empty: each can
+            (:mod:`lightning_hybrid.graph.loss_terms`).
     """
 
     network: nn.Module
@@ -180,25 +192,31 @@ class NetworkGraph:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """The placeholders of `leaves`."""
+        """The placeholders of `leaves`, in the same order."""
         return tuple(leaf.node for leaf in self.leaves)
 
     @cached_property
     def tensor_outputs(self) -> tuple[fx.Node, ...]:
-        """The tensors that the last stage returns: outputs, and leaves changed in place."""
+        """Nodes whose tensors the last stage returns: tensors in `outputs`, then `written_leaves`.
+
+        Each node is listed once.
+        """
         wanted = [n for n in self.outputs if isinstance(n, fx.Node) and n in self.info]
         return tuple(dict.fromkeys([*wanted, *(leaf.node for leaf in self.written_leaves)]))
 
     @cached_property
     def sharing_outputs(self) -> frozenset[fx.Node]:
-        """Tensor outputs that share memory with another one, or with an input of the graph."""
+        """Nodes of `tensor_outputs` that share memory with another output or an input.
+
+        Inputs that are returned themselves are not among them.
+        """
         made = [n for n in self.tensor_outputs if n in self.memory and n not in self.place]
         counts = Counter(self.memory[n] for n in (*made, *self.place) if n in self.memory)
         return frozenset(node for node in made if counts[self.memory[node]] > 1)
 
     @cached_property
     def scalar_outputs(self) -> tuple[fx.Node, ...]:
-        """Outputs that are numbers read from tensors."""
+        """Nodes of `outputs` that are numbers read from tensors, in order, each once."""
         # (the driver computes by itself what follows from sizes, without waiting for a stage)
         known = {*self.info, *self.numbers}
         return tuple(
@@ -207,17 +225,17 @@ class NetworkGraph:
 
     @cached_property
     def returns_numbers(self) -> bool:
-        """Whether an output is one of `numbers`."""
+        """Whether an output is one of `numbers` (which follow from the sizes of the inputs)."""
         return not set(self.numbers).isdisjoint(n for n in self.outputs if isinstance(n, fx.Node))
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """Parameters and buffers that a call changes."""
+        """Names of the parameters and buffers that a call changes in place."""
         return frozenset[str]().union(*(layer.written for layer in self.layers))
 
     @cached_property
     def uses_rng(self) -> bool:
-        """Whether a call draws random numbers, or may."""
+        """Whether a call draws random numbers; true also where that is not known."""
         return any(layer.effects.random for layer in self.layers)
 
     @cached_property
@@ -227,28 +245,28 @@ class NetworkGraph:
 
     @cached_property
     def transforms(self) -> bool:
-        """Whether functions are transformed in it, as by `torch.vmap`."""
+        """Whether a layer lies inside of ``vmap``, forward-mode derivatives or inference mode."""
         return any(not layer.effects.ambient for layer in self.layers)
 
     @cached_property
     def writes_parameters(self) -> bool:
-        """Whether a call changes a parameter (a codebook, an average of weights)."""
+        """Whether a call changes a parameter in place (a codebook, an average of weights)."""
         return not self.written.isdisjoint(self.parameter_names)
 
     @cached_property
     def is_checkpointed(self) -> bool:
-        """Whether a part is under activation checkpointing."""
+        """Whether a part of the network runs under activation checkpointing."""
         return any(map(is_region, self.graph.nodes))
 
     @cached_property
     def used(self) -> frozenset[str]:
-        """Parameters and buffers that a layer uses."""
+        """Names of the parameters and buffers that a layer takes."""
         empty = frozenset[str]()
         return empty.union(*(layer.parameters | layer.buffers for layer in self.layers))
 
     @cached_property
     def made_of_weights(self) -> frozenset[fx.Node]:
-        """The nodes that are parameters, or results of operations on nothing but parameters."""
+        """Nodes that are parameters, or tensors computed from nothing but parameters."""
         parameters = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
         found = {node for node, name in self.tensors.items() if name in parameters}
         for node in self.graph.nodes:
@@ -258,25 +276,36 @@ class NetworkGraph:
         return frozenset(found)
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
-        """The nodes that a node takes, directly or through scalars, and these scalars."""
+        """The inputs of a node, and recursively the inputs of those inputs that are scalars.
+
+        Each stage recomputes the scalars (see `is_scalar`) that a node takes, and so needs their
+        inputs too.
+        """
         return reached(
             node.all_input_nodes, lambda n: n.all_input_nodes if self.is_scalar(n) else ()
         )
 
     def place_of(self, node: fx.Node) -> str:
-        """The name of a node and of the module that calls it, for messages."""
+        """The name of a node, and of the module whose code calls it, as text for messages."""
         layer = next((y for y in self.layers if node is y.node or node in y.parts), None)
         module = f" (of module {layer.module!r})" if layer is not None and layer.module else ""
         return f"{node.name!r}{module}"
 
     def is_scalar(self, node: fx.Node) -> bool:
-        """Whether a node is a scalar that each stage computes for itself, and none of `numbers`."""
+        """Whether a node is a number that each stage computes itself, and not in `numbers`."""
         return bool(node.meta.get("scalar") and not node.meta.get("number"))
 
     # ------------------------------------------------------------------ a call
 
     def bind(self, values: Sequence[Any]) -> list[Tensor]:
-        """The values of `leaves` in a call, as tensors, from the arguments of the graph."""
+        """Pick the values of `leaves` from the arguments of the graph, as tensors.
+
+        Args:
+            values: all arguments of the graph in one call, in the order of its placeholders.
+
+        Returns:
+            One tensor per leaf, in order; a Python number becomes a scalar tensor.
+        """
         # a Python number too: links between ranks send tensors alone
         found: list[Tensor] = []
         for leaf in self.leaves:
@@ -285,16 +314,17 @@ class NetworkGraph:
         return found
 
     def batch_of(self, leaves: Sequence[Tensor]) -> int | None:
-        """The batch size of a call, from the tensors of `bind`.
+        """The number of samples in the tensors of a call (from `bind`) or of a micro-batch.
 
-        ``None`` if no input has one, or if inputs that had the same in the first call differ now.
+        ``None`` if no leaf has a dimension of the batch size, or if leaves whose batch sizes were
+        equal in the captured call have different ones now.
         """
         found = {leaves[number].shape[dim] for number, dim in self._where_batch_is}
         return found.pop() if len(found) == 1 else None
 
     @cached_property
     def _where_batch_is(self) -> list[tuple[int, int]]:
-        """The number of each leaf that has the batch size, with the dimension that has it."""
+        """For each leaf that has the batch size: its index in `leaves`, that dimension."""
         found = []
         for number, leaf in enumerate(self.leaves):
             if leaf.rows is not None:
@@ -304,7 +334,11 @@ class NetworkGraph:
         return found
 
     def sizes(self, leaves: Sequence[Tensor]) -> dict[Any, int]:
-        """The values of the size symbols in a call or a micro-batch."""
+        """The values of the size symbols in a call or a micro-batch.
+
+        Args:
+            leaves: the tensors of `bind`, or a micro-batch's parts of them.
+        """
         return {
             symbol: leaves[number].shape[dimension]
             for symbol, (number, dimension) in self.where_sizes_are.items()
@@ -312,9 +346,11 @@ class NetworkGraph:
 
     @cached_property
     def where_sizes_are(self) -> dict[Any, tuple[int, int]]:
-        """Per size symbol a leaf and dimension that it is the size of: the first that is split.
+        """Where to read the value of each size symbol: per symbol (index in `leaves`, dimension).
 
-        If none is, the first one. (Of a micro-batch a matrix of samples by samples is still whole.)
+        It is the first place in a leaf that is split into micro-batches, or else the first place at
+        all: a leaf that is not split, such as a matrix of samples by samples, has the size of the
+        whole batch also in a micro-batch.
         """
         found: dict[Any, tuple[int, int]] = {}
         for number, leaf in sorted(enumerate(self.leaves), key=lambda each: each[1].rows is None):
@@ -326,14 +362,19 @@ class NetworkGraph:
         return found
 
     def values_of_numbers(self, sizes: SizesOfSymbols) -> tuple[Any, ...]:
-        """The values of `numbers` for these sizes."""
+        """The values of `numbers`, in order, for the values of size symbols from `sizes`."""
         return tuple(value_with(node.meta["example_value"], sizes) for node in self.numbers)
 
     def given(self, values: Sequence[Any]) -> dict[fx.Node, Any]:
-        """The values in a call of nodes that need no computation: inputs, what follows from sizes.
+        """The values in a call of all nodes that need no computation on tensors.
+
+        These are the inputs, and the numbers and shapes that follow from the sizes of the inputs.
 
         Args:
-            values: the arguments of the graph.
+            values: the arguments of the graph in this call.
+
+        Returns:
+            Per node its value.
         """
         sizes = self.sizes(self.bind(values))
         found = {node: values[place] for node, place in self.place.items()}
@@ -345,13 +386,20 @@ class NetworkGraph:
 
     @cached_property
     def _shapes(self) -> list[fx.Node]:
-        """The nodes that are shapes, and follow from the sizes of the inputs."""
+        """The nodes that are shapes (``torch.Size``) computed from the sizes of inputs alone."""
         return [node for node in self.graph.nodes if node.meta.get("shape")]
 
     def split(self, leaves: Sequence[Tensor], microbatches: int) -> list[list[Tensor]]:
-        """Cut the tensors of `bind` along the batch, like `torch.Tensor.chunk`.
+        """Split the tensors of `bind` into micro-batches, sized as by `torch.Tensor.chunk`.
 
-        As with ``chunk`` there may be fewer parts than asked for.
+        Args:
+            leaves: the tensors of a call.
+            microbatches: how many are wanted; as with ``chunk`` there may be fewer.
+
+        Returns:
+            Per micro-batch a list of tensors in the order of `leaves`: views of some samples, or
+            the whole tensor where a leaf has no samples. There is one micro-batch if the batch size
+            is not known (see `batch_of`).
         """
         batch = self.batch_of(leaves)
         if batch is None or microbatches == 1:
@@ -365,28 +413,35 @@ class NetworkGraph:
         return list(map(list, zip(*columns)))
 
     def returned(self, outputs: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-        """What the graph returns, from the last stage's outputs and the values of `numbers`.
+        """Put together what the graph returns, in the order of its `outputs`.
 
-        These may be left out unless `returns_numbers`.
+        Args:
+            outputs: what the last stage returns: the values of `tensor_outputs`, then
+                `scalar_outputs`.
+            numbers: the values of `numbers`; empty is enough unless `returns_numbers`.
         """
         found = dict(zip((*self.tensor_outputs, *self.scalar_outputs), outputs, strict=True))
         found |= zip(self.numbers, numbers)
         return [found[n] if isinstance(n, fx.Node) else n for n in self.outputs]
 
     def guards_allow(self, sizes: SizesOfSymbols) -> bool:
-        """Whether the conditions on sizes under which it was captured hold for these sizes."""
+        """Whether the graph holds for these sizes: they meet the conditions of the capture."""
         return guards_hold(self.guards, sizes)
 
     @property
     def device(self) -> torch.device:
-        """The device that the network was captured on: the CPU only if no input is elsewhere."""
+        """The device of the capture: that of the first input outside of the CPU, else the CPU."""
         examples = (node.meta.get("example_value") for node in self.place)
         devices = (e.device for e in examples if isinstance(e, Tensor))
         return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
     @cached_property
     def uncuttable(self) -> str | None:
-        """The first operation that may run the user's Python later, which only the driver can."""
+        """The first operation that may call the user's Python, as text; ``None``: none may.
+
+        Such an operation (one that takes functions, for instance) calls the user's Python each time
+        it runs. Only the driver has that Python, so the network cannot be cut into stages.
+        """
         for node in self.graph.nodes:
             name = higher_order_name(node.target)
             if name is not None and name not in _TRAVELLING:
@@ -395,10 +450,11 @@ class NetworkGraph:
 
     @cached_property
     def needs_two_samples(self) -> fx.Node | None:
-        """The first operation that a single sample cannot go through, or not as several do.
+        """The first operation that a single sample cannot go through as several do.
 
-        It drops all dimensions of size 1, that of the batch too; or it is batch normalisation in
-        training of one value per channel and sample.
+        It is a ``squeeze`` of all dimensions of size 1, which would drop that of the batch too, or
+        batch normalisation in training of one value per channel and sample. ``None``: there is
+        none.
         """
         nested = (
             m for v in self.attributes.values() if isinstance(v, nn.Module) for m in v.modules()
@@ -414,21 +470,21 @@ class NetworkGraph:
 
     @property
     def symbol(self) -> Any:
-        """A size symbol that stands for the batch size; ``None``: the batch size is fixed."""
+        """The first of the size symbols that stand for the batch size; ``None``: it is fixed."""
         return self.symbols[0] if self.symbols else None
 
     @property
     def is_static(self) -> bool:
-        """Whether no size of the batch is free: captured with one sample, or for one size only."""
+        """Whether the graph holds for one batch size only (as when captured with one sample)."""
         return not self.symbols
 
 
 def reached(start: Iterable[NodeT], following: Callable[[NodeT], Iterable[NodeT]]) -> set[NodeT]:
-    """All nodes that can be reached from the nodes ``start``, which are among them.
+    """All nodes that can be reached from the nodes ``start``, these included.
 
     Args:
         start: where to begin.
-        following: gives the nodes that are one step from a node.
+        following: returns the nodes that are one step from a node.
     """
     found = set(start)
     waiting = list(found)  # not by recursion: networks are deep
@@ -440,12 +496,12 @@ def reached(start: Iterable[NodeT], following: Callable[[NodeT], Iterable[NodeT]
 
 
 def why_whole(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
-    """Why a batch must go through the network as a whole; ``None``: it may be split.
+    """Why a batch must not be split into micro-batches, in words; ``None``: it may be split.
 
     Args:
         graph: the captured network.
-        leaves: the tensors of a call; see `NetworkGraph.bind`.
-        microbatches: their number, as in `torch.Tensor.chunk`.
+        leaves: the tensors of a call, from `NetworkGraph.bind`.
+        microbatches: how many are wanted; as with `torch.Tensor.chunk` there may be fewer.
     """
     if graph.is_static:
         return "its code was captured for one batch size only"
@@ -455,12 +511,20 @@ def why_whole(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) 
 
 
 def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bool:
-    """Whether the captured graph also holds for micro-batches of the sizes that result."""
+    """Whether the captured graph also holds for the micro-batches that a batch is split into.
+
+    (Whether samples meet in it is not looked at; see `why_whole`.)
+
+    Args:
+        graph: the captured network.
+        leaves: the tensors of a call, from `NetworkGraph.bind`.
+        microbatches: how many are wanted; as with `torch.Tensor.chunk` there may be fewer.
+    """
     return _misfit(graph, leaves, microbatches) is None
 
 
 def _misfit(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
-    """Why the captured graph does not hold for the micro-batches of a batch; ``None``: it does."""
+    """Why the graph does not hold for the parts of a batch; ``None``: it does; see `fits`."""
     if graph.batch_of(leaves) is None:
         return "its inputs have several batch sizes"
     parts = graph.split(leaves, microbatches)
@@ -473,10 +537,16 @@ def _misfit(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) ->
 
 
 def _parts(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
-    """The micro-batches' parts of a tensor; each requires a gradient if the tensor does.
+    """Split a tensor into the parts of micro-batches, which have its ``requires_grad``.
 
     Where gradients are switched off, torch gives a view the ``requires_grad`` of the tensor that
-    owns the memory, which can differ from that of ``tensor`` if ``tensor`` is a view itself.
+    owns the memory, which can differ from that of ``tensor`` if ``tensor`` is a view itself: then
+    the parts are detached.
+
+    Args:
+        tensor: of the whole batch.
+        rows: the dimension of its samples.
+        sizes: how many samples each micro-batch has.
     """
     parts = slices(tensor, rows, sizes)
     if all(part.requires_grad == tensor.requires_grad for part in parts):
@@ -485,7 +555,7 @@ def _parts(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def is_symbol(size: Any) -> bool:
-    """Whether a size is one symbol, and not an expression of some."""
+    """Whether a size is a single symbol: neither a number nor an expression such as ``2 * s``."""
     if not is_symbolic(size):
         return False
     symbols = symbols_in(size)
@@ -523,24 +593,28 @@ def _normalises_one_value(node: fx.Node) -> bool:
 
 
 def slices(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
-    """The micro-batches' parts of a tensor.
+    """Split a tensor of the whole batch into the parts of micro-batches.
 
     Args:
         tensor: of the whole batch.
-        rows: where its samples are; ``outer`` is 1.
-        sizes: how many samples each micro-batch has.
+        rows: the dimension of its samples; its ``outer`` must be 1.
+        sizes: how many samples each micro-batch has, together all samples.
 
     Returns:
-        Views.
+        One view per micro-batch, in order.
     """
     each = tensor.shape[rows.dim] // sum(sizes)
     return list(tensor.split([size * each for size in sizes], rows.dim))
 
 
 def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
-    """The tensor of a whole batch from those of its micro-batches, the reverse of `slices`.
+    """Join the tensors of micro-batches into that of the whole batch, the reverse of `slices`.
 
-    Its dimensions have the order in memory that those of the first part have.
+    The dimensions of the result lie in memory in the same order as those of the first part.
+
+    Args:
+        parts: one tensor per micro-batch, in order.
+        rows: the dimension of their samples.
     """
     first, dim = parts[0], rows.dim
     if first.is_contiguous() or first.layout is not torch.strided:
@@ -549,7 +623,7 @@ def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
     order = sorted(range(first.dim()), key=lambda d: (-strides[d], d))
     size = list(first.shape)
     size[dim] = sum(part.shape[dim] for part in parts)
-    # (no view, which would require a gradient only if the tensor behind it does)
+    # (no view, which would require a gradient only if the tensor that it views does)
     whole = torch.empty_permuted(size, order, dtype=first.dtype, device=first.device)
     permuted = [part.permute(order) for part in parts]
     torch.cat(permuted, order.index(dim), out=whole.permute(order))

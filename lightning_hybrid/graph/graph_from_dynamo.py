@@ -36,11 +36,12 @@ def describe(
     Args:
         module: the captured graph, with an example value for each node.
         network: the module that was captured.
-        names: per placeholder, the name of the parameter or buffer that it is in this call.
-        given: identities of the tensors among the arguments of the call, in order.
-        values: per placeholder its value in this call.
-        shared: names of the parameters and buffers that all ranks have.
-        batch_dim: the dimension of the first argument that is the batch's.
+        names: per placeholder, the dotted name of the parameter or buffer that is its value in this
+            call; ``None``: it is neither.
+        given: the ``id`` of each tensor among the arguments of the network's call, in order.
+        values: per placeholder, its value in this call.
+        shared: names of the parameters and buffers that exist on all ranks.
+        batch_dim: the dimension of the first argument that holds the samples.
     """
     attributes = held_by(module)
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -62,19 +63,21 @@ def describe(
 def _of_batch(
     arguments: Sequence[Sequence[tuple[Any, int]]], dim: int
 ) -> tuple[tuple[Any, ...], int | None]:
-    """The size symbols that stand for the batch size, and the batch size.
+    """The size symbols that stand for the batch size, and the batch size in the captured call.
 
-    It is the size in dimension ``dim`` of the first argument where that size is free. A free size
-    of another argument counts too if it is equal, in this or the nearest earlier dimension:
-    TorchDynamo gives each argument a symbol of its own. (Whether they hold samples, and whether
-    samples meet, is found out later.)
+    The batch size is the size in dimension ``dim`` of the first argument where that size is free
+    (not fixed by the capture). Since TorchDynamo gives each argument symbols of its own, a free
+    size of another argument counts too if it is equal, in dimension ``dim`` or the nearest earlier
+    one. (Whether these dimensions hold samples, and whether samples meet, is found out later.)
 
     Args:
-        arguments: per argument and dimension, the size in the graph and its value in this call.
+        arguments: per argument, and then per dimension: the size in the graph, its value in this
+            call.
         dim: the dimension.
 
     Returns:
-        The symbols, that of the first argument first; and the size, ``None``: no size is free.
+        The symbols, that of the first argument first, and the batch size. If no size is free: no
+        symbols, and ``None``.
     """
     free = [sizes[dim] for sizes in arguments if len(sizes) > dim and is_symbol(sizes[dim][0])]
     same = []
@@ -94,8 +97,9 @@ def describe_part(
 
     Args:
         whole: the captured network, of which the effects of all operations are known.
-        graph: copies of some of its operations, and operations that only make new tensors.
-        copies: per node of the captured network its copy.
+        graph: the part: copies of some operations of ``whole``, and operations that are no copies,
+            which must only make new tensors.
+        copies: per node of ``whole`` that is in the part, its copy in ``graph``.
     """
     tensors = {copies[n]: name for n, name in whole.tensors.items() if n in copies}
     common = whole.network, tensors, whole.shared, whole.symbols, whole.batch
@@ -106,7 +110,11 @@ def describe_part(
 def _effects_of_part(
     whole: NetworkGraph, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]
 ) -> Annotations:
-    """The effects of copies are those of the operations that they are copies of."""
+    """The effects of the operations of a part of a captured network.
+
+    A copy has the effects of its original. An operation that is no copy makes one new tensor, whose
+    memory gets a new number. The arguments are those of `describe_part`.
+    """
     made = {n: copy for n, copy in copies.items() if copy.op != "placeholder"}
     found = Annotations(
         of={made[y.node]: y.effects for y in whole.layers if y.node in made},
@@ -124,11 +132,11 @@ def _effects_of_part(
 
 @dataclass
 class _Describing:
-    """Builds a `NetworkGraph` from those of its attributes that are known beforehand.
+    """Builds a `NetworkGraph`: the fields are those of its attributes that are known beforehand.
 
     Attributes:
         graph, attributes, network, tensors, shared, symbols, batch: as in `NetworkGraph`.
-        info: likewise; filled in while the nodes are visited.
+        info: as in `NetworkGraph`; empty until `described` fills it in.
     """
 
     graph: fx.Graph
@@ -175,7 +183,7 @@ class _Describing:
 
     @cached_property
     def _module_names(self) -> dict[str, str]:
-        """The names of all modules by their identities, as TorchDynamo notes them."""
+        """The dotted name of each module by ``str(id(module))``, TorchDynamo's key for it."""
         return {str(id(part)): name for name, part in self.network.named_modules()}
 
     @cached_property
@@ -313,14 +321,14 @@ _MAKES_WEIGHTS = "parametrizations"
 
 
 def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
-    """Where the samples are in an input: in the only dimension that has the batch size.
+    """The dimension of the samples in an input, by its shape: the only one with the batch size.
 
     Args:
         node: a placeholder.
         symbols: the size symbols that stand for the batch size.
 
     Returns:
-        ``None``: no dimension has the batch size alone, or several depend on it.
+        ``None`` if no dimension is exactly the batch size, or several dimensions depend on it.
     """
     example = node.meta["example_value"]
     if not isinstance(example, Tensor) or example.layout is not torch.strided or example.is_nested:
@@ -332,7 +340,7 @@ def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
 
 
 def _beside(layer: Layer, other: Layer) -> Layer:
-    """A copy of ``layer`` that belongs to the module of ``other``."""
+    """A copy of ``layer`` that counts as a layer of the module of ``other``."""
     return replace(layer, module=other.module, is_module=other.is_module)
 
 
@@ -350,7 +358,12 @@ _LOOKS = {"size", "item", "dim", "numel", "stride", "__len__", "storage_offset"}
 
 
 def _is_scalar(node: fx.Node, example: Any) -> bool:
-    """Whether a call is arithmetic on numbers, which can be repeated wherever it is needed."""
+    """Whether an operation is arithmetic on numbers, which each stage can repeat for itself.
+
+    Args:
+        node: the operation.
+        example: its example value, a number or shape if it is arithmetic.
+    """
     if example is None or not isinstance(
         example, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool | torch.Size
     ):

@@ -1,18 +1,20 @@
-"""A loss in a network that is one sum of terms of single samples, and a micro-batch's share of it.
+"""Losses inside of a network that are a sum over samples, and the share of each micro-batch.
 
 The tail of a network (:mod:`lightning_hybrid.graph.three_parts`) runs once more on tensors without
-memory. Every operator below it is recorded, and each of its results is one of these:
+memory. Every operator that it calls is recorded, and each result is one of these:
 
 * *Known*: made of the inputs alone, such as the number of valid targets.
-* *Rows*: each entry is of one sample, by the rules of :mod:`lightning_hybrid.graph.row_rules`.
-* *Sum*: a sum over samples of what is made of each one alone, with Known factors. A mean is a sum
-  divided by a Known number. Its gradient to a sample does not depend on the other samples.
+* *Rows*: each entry is made of one sample alone, by the rules of
+  :mod:`lightning_hybrid.graph.row_rules`.
+* *Sum*: a sum over samples of terms that are each made of one sample and Known factors. A mean is a
+  sum divided by a Known number. The gradient of a Sum to a sample does not depend on the other
+  samples.
 * *After*: made of Sums and Known.
 * *Meet*: everything else.
 
-If all that the tail returns depends on samples through one Sum, the gradient of a micro-batch's
-share of it is known, but for one factor, when the forward of that micro-batch ends. What follows
-the Sum changes that factor alone.
+If all that the tail returns depends on samples through one Sum alone, that Sum is the loss here.
+Each micro-batch computes its share, the terms of its own samples, when its forward ends, and also
+the gradient of the share, but for one factor. Operations after the Sum change that factor alone.
 """
 
 from __future__ import annotations
@@ -46,11 +48,21 @@ from lightning_hybrid.graph.rows import Rows
 
 
 class NoSum(Exception):
-    """Raised where a loss is no sum of terms of single samples, or is not known to be one."""
+    """Raised if a loss is not a sum of terms of single samples, or is not known to be one.
+
+    Its text says why.
+    """
 
 
 class MadeOf(Enum):
-    """What a tensor of the tail is made of; see the module."""
+    """What a tensor is made of that the tail of a network computes (all that follows the stages).
+
+    * KNOWN: of inputs alone.
+    * ROWS: each entry of one sample alone.
+    * SUM: a sum over samples of terms that are each of one sample and Known.
+    * AFTER: of Sums and Known.
+    * MEET: anything else.
+    """
 
     KNOWN = "known"
     ROWS = "rows"
@@ -60,10 +72,10 @@ class MadeOf(Enum):
 
 
 _LINEAR = {"neg", "view", "_unsafe_view", "squeeze", "unsqueeze", "_to_copy", "clone", "alias"}
-"""Operators that make a Sum of a Sum."""
+"""Operators whose result is a Sum if the tensor that they take is one."""
 
 _SUMMED = (torch.float32, torch.float64)
-"""Types in which shares may be added up: in others a sum may be too large where a mean is not."""
+"""Types in which shares may be added up; in others a sum may overflow where a mean does not."""
 
 # ---------------------------------------------------------------- what is recorded
 
@@ -73,7 +85,7 @@ class _Number(Token):
     """Stands for a tensor among the arguments of a recorded operator.
 
     Attributes:
-        number: of the tensor.
+        number: the number that `_TailRecorder` has given the tensor.
     """
 
     number: int
@@ -81,13 +93,14 @@ class _Number(Token):
 
 @dataclass(frozen=True)
 class _TailOperator:
-    """A recorded operator.
+    """One call of an operator in the tail, recorded so that it can be run again on other tensors.
 
     Attributes:
         function: computes it.
-        arguments: positional and keyword arguments, with numbers in the place of tensors.
-        results: numbers of the tensors that it returns.
-        of_parts: whether sizes among its arguments are those of a micro-batch.
+        arguments: positional and keyword arguments, with a `_Number` in the place of each tensor.
+        results: numbers of the tensors that it returns, in order.
+        of_parts: whether symbolic sizes among its arguments get their values in a micro-batch; else
+            those in the whole batch.
     """
 
     function: Callable[..., Any]
@@ -96,15 +109,21 @@ class _TailOperator:
     of_parts: bool
 
     def takes(self) -> set[int]:
-        """Numbers of the tensors that it takes."""
+        """Numbers of the tensors among its arguments."""
         return {leaf.number for leaf in self._leaves() if isinstance(leaf, _Number)}
 
     def symbols(self) -> set[Any]:
-        """Symbols of the sizes among its arguments."""
+        """Size symbols that occur in numbers among its arguments."""
         return {s for leaf in self._leaves() if is_symbolic(leaf) for s in symbols_in(leaf)}
 
     def run(self, values: dict[int, Tensor], part: SizesOfSymbols, whole: SizesOfSymbols) -> None:
-        """Compute it from ``values``, and add its results to them."""
+        """Run the operator on tensors from ``values``, and add its results to ``values``.
+
+        Args:
+            values: tensors by number, among them all that it takes; changed.
+            part: values of the size symbols in the micro-batch.
+            whole: values of the size symbols in the whole batch.
+        """
         sizes = part if self.of_parts else whole
         args, kwargs = rebuild(
             self.arguments,
@@ -120,7 +139,12 @@ class _TailOperator:
 
 
 def _needed(steps: Sequence[_TailOperator], results: Iterable[int]) -> list[_TailOperator]:
-    """The steps that tensors of these numbers are made by."""
+    """Those of the recorded steps, in order, that are needed to compute some tensors.
+
+    Args:
+        steps: recorded operators, in the order of their calls.
+        results: numbers of the tensors to compute.
+    """
     wanted, found = {*results}, []
     for step in reversed(steps):
         if not wanted.isdisjoint(step.results):
@@ -130,14 +154,17 @@ def _needed(steps: Sequence[_TailOperator], results: Iterable[int]) -> list[_Tai
 
 
 class _TailRecorder(Labelling):
-    """Records operators, and says what their results are made of.
+    """A dispatch mode that records the operators of a tail, and notes what results are made of.
+
+    Each tensor gets a number. (The tail is what a network computes for all samples after the
+    stages; see `MadeOf` for Known and Sum.)
 
     Args:
         symbols: all size symbols of the number of samples.
 
     Attributes:
-        known: operators on Known alone, which are computed of all samples, once.
-        steps: all others.
+        known: recorded operators that take Known tensors alone; to be run once, for all samples.
+        steps: all other recorded operators; to be run for each micro-batch.
     """
 
     def __init__(self, symbols: Sequence[Any]) -> None:
@@ -151,7 +178,7 @@ class _TailRecorder(Labelling):
         self._followed: dict[int, frozenset[int]] = {}  # of an After, the Sums that it is made of
 
     def take(self, tensor: Tensor, kind: MadeOf) -> int:
-        """Note what a tensor is made of; returns its number."""
+        """Note what a tensor is made of; returns its number, a new one for a new tensor."""
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self._kept)
             self._kept.append(tensor)
@@ -159,19 +186,19 @@ class _TailRecorder(Labelling):
         return self._numbers[id(tensor)]
 
     def kind(self, tensor: Tensor) -> MadeOf:
-        """What a tensor is made of."""
+        """What a tensor is made of, as noted by `take`; ``MadeOf.MEET`` for an unknown tensor."""
         return self._kinds.get(id(tensor), MadeOf.MEET)
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor."""
+        """The number that `take` has given a tensor."""
         return self._numbers[id(tensor)]
 
     def tensor(self, number: int) -> Tensor:
-        """The tensor of a number."""
+        """The tensor to which `take` has given this number."""
         return self._kept[number]
 
     def sums(self, tensor: Tensor) -> frozenset[int]:
-        """Numbers of the Sums that a tensor is made of."""
+        """Numbers of the Sums (`MadeOf.SUM`) that a tensor is computed from; of a Sum its own."""
         if self.kind(tensor) is MadeOf.SUM:
             return frozenset([self.number(tensor)])
         return self._followed.get(id(tensor), frozenset())
@@ -208,12 +235,19 @@ class _TailRecorder(Labelling):
         return result
 
     def _is_own(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made by the tail, and no other shows its memory."""
+        """Whether a recorded operator has made a tensor, and no other tensor shares its memory.
+
+        (So that it may be changed in place without changing what is known of others.)
+        """
         alone = len(self._views.get(memory_of(tensor)[0], ())) == 1
         return alone and self._numbers.get(id(tensor)) in self._made
 
     def _are_rows(self, outs: Sequence[Any]) -> bool:
-        """Whether these are tensors which micro-batches can compute, each for its samples."""
+        """Whether a micro-batch can compute all of these, each for its own samples alone.
+
+        That is so for tensors with one dimension of samples, in the order of the batch; not for an
+        empty sequence.
+        """
         labels = [self.label(out) if isinstance(out, Tensor) else None for out in outs]
         rows = [one for one in labels if isinstance(one, Rows) and one.plain and one.outer == 1]
         return bool(outs) and len(rows) == len(outs)
@@ -245,7 +279,11 @@ class _TailRecorder(Labelling):
             self.know(out)
 
     def know(self, tensor: Tensor) -> int:
-        """Note that a tensor is Known: computed of all samples, and split if it has rows."""
+        """Note a tensor as `MadeOf.KNOWN`, computed once for all samples; returns its number.
+
+        If its shape depends on the batch it is split for micro-batches along the dimension of its
+        samples; if it has no such dimension, it is noted as `MadeOf.MEET` instead.
+        """
         number = self.take(tensor, MadeOf.KNOWN)
         if not any(self.depends(size) for size in tensor.shape):
             self.set(tensor, None)  # (the same for all micro-batches)
@@ -256,7 +294,14 @@ class _TailRecorder(Labelling):
     def _reduce(
         self, func: Any, types: Any, call: OperatorArguments, outs: Sequence[Tensor]
     ) -> bool:
-        """Record a sum or mean over samples. Returns whether it is one."""
+        """If a call is a sum or mean over samples, record it as a Sum; returns whether it is one.
+
+        Args:
+            func: the operator that was called: a reduction, or a loss with one.
+            types: as in ``__torch_dispatch__``.
+            call: its arguments.
+            outs: the tensors that it has returned.
+        """
         name = name_of(func)
         value = call["self"]
         how = call["reduction"]
@@ -287,7 +332,14 @@ class _TailRecorder(Labelling):
         return True
 
     def _add_up(self, function: Any, arguments: Any, out: Tensor, divisor: Any) -> None:
-        """Record a Sum, divided by a Known number or tensor if there is one."""
+        """Record a result as a sum over samples (`MadeOf.SUM`), divided by ``divisor``.
+
+        Args:
+            function: computes the sum, without the division.
+            arguments: positional and keyword arguments of ``function``.
+            out: the result.
+            divisor: a number, or a Known tensor; ``None``: nothing is divided.
+        """
         if divisor is None:
             self._record(function, arguments, [out], MadeOf.SUM)
             return
@@ -297,7 +349,14 @@ class _TailRecorder(Labelling):
         self._record(torch.ops.aten.div.Tensor, by, [out], MadeOf.SUM, of_parts=False)
 
     def _total_weight(self, call: OperatorArguments) -> Tensor:
-        """What a mean of `torch.nn.functional.nll_loss` is divided by."""
+        """Record the divisor of a mean of `torch.nn.functional.nll_loss` as Known; returns it.
+
+        Args:
+            call: the arguments of that loss.
+
+        Raises:
+            NoSum: the targets are not Known.
+        """
         if self.kind(call["target"]) is not MadeOf.KNOWN:
             raise NoSum("the targets of its loss are computed by the network")
         total: Tensor = call["self"].new_empty(())
@@ -306,7 +365,13 @@ class _TailRecorder(Labelling):
         return total
 
     def _is_linear(self, name: str, call: OperatorArguments, given: Sequence[Tensor]) -> bool:
-        """Whether the result of an operator on Sums, Afters and Known is a Sum."""
+        """Whether the result of an operator on SUM, AFTER and KNOWN tensors (`MadeOf`) is a SUM.
+
+        Args:
+            name: of the operator, from `name_of`.
+            call: its arguments.
+            given: the tensors among them.
+        """
         kinds, other = [self.kind(tensor) for tensor in given], call["other"]
         sums = kinds.count(MadeOf.SUM)
         if MadeOf.AFTER in kinds:
@@ -321,13 +386,16 @@ class _TailRecorder(Labelling):
 
 
 def total_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: torch.dtype) -> Tensor:
-    """What a mean of `torch.nn.functional.nll_loss` is divided by: the weights of its targets.
+    """The divisor of a mean of `torch.nn.functional.nll_loss`: the sum of its targets' weights.
 
     Args:
         target: class numbers, of any shape.
-        weight: (C,) of the classes; ``None``: each is 1.
-        ignored: the number of targets that do not count.
-        dtype: of the result.
+        weight: (C,) the weight of each class; ``None``: each is 1.
+        ignored: the class number of targets that do not count.
+        dtype: the type of the result.
+
+    Returns:
+        A scalar.
     """
     counts = target != ignored
     if weight is None:
@@ -339,22 +407,26 @@ def total_weight(target: Tensor, weight: Tensor | None, ignored: int, dtype: tor
 
 
 class Loss:
-    """A scalar of the tail that is a Sum, and through which all that the tail returns is made.
+    """The loss that a network computes for all samples: a scalar that is a sum over samples.
+
+    All that the tail (what follows the stages) returns must depend on samples through this scalar
+    alone. Each micro-batch can then compute its share: the terms of its own samples.
 
     Args:
         graph: the captured network.
         tail: the nodes of its tail.
-        taken: what the heavy part returns, in order.
-        followed: where the samples are.
+        taken: nodes whose values the heavy part (the stages) returns, in order.
+        followed: where the samples are in all nodes.
         outputs: nodes of the tail that the network returns.
 
     Attributes:
-        node: that of the scalar.
-        known: nodes that are computed from the inputs alone, which shares are made of.
-        changes: nodes that change such in place, before any share is computed.
+        node: the node of the scalar.
+        known: nodes computed from the inputs alone whose values shares are computed from.
+        changes: nodes that change tensors computed from the inputs alone in place; they must run
+            before any share is computed.
 
     Raises:
-        NoSum: there is no such scalar, or it is not known that it is one.
+        NoSum: there is no such scalar, or it is not known that there is.
     """
 
     def __init__(
@@ -373,7 +445,7 @@ class Loss:
         self.changes: list[fx.Node] = []
         own: list[fx.Node] = []
         for node in (n for n in graph.graph.nodes if n in tail and n not in self._early):
-            # (what writes is none of the early nodes, nor is what follows it)
+            # (operations that write are not among the early nodes, nor is what follows from them)
             if not self._early.issuperset(node.all_input_nodes):
                 own.append(node)
             elif own:
@@ -411,10 +483,14 @@ class Loss:
         del self._record, self._values
 
     def _refuse(self, own: Sequence[fx.Node]) -> None:
-        """Refuse operations that cannot be taken apart.
+        """Check that all operations of the tail can be recorded and run again in parts.
+
+        Args:
+            own: nodes of the tail that are not computed from the inputs alone.
 
         Raises:
-            NoSum: there is one.
+            NoSum: an operation takes graphs, switches gradients or autocast, draws random numbers
+                or changes tensors.
         """
         graph = self._graph
         modes = {layer.node: open for layer, open in zip(graph.layers, modes_of(graph))}
@@ -429,7 +505,16 @@ class Loss:
                 raise NoSum(f"{graph.place_of(node)} draws random numbers, or changes tensors")
 
     def _given(self, node: fx.Node, kind: MadeOf) -> int:
-        """Give the recorder a tensor that the tail does not compute; returns its number."""
+        """Record a new tensor in the place of a node that the tail does not compute.
+
+        Args:
+            node: the node.
+            kind: ``KNOWN``, or ``ROWS`` for results of the heavy part (noted as ``MEET`` if samples
+                have no dimension of their own).
+
+        Returns:
+            The number of the tensor.
+        """
         example = node.meta["example_value"]
         value = torch.empty_strided(
             example.shape, example.stride(), dtype=example.dtype, device=example.device
@@ -446,7 +531,7 @@ class Loss:
         """Run an operation of the tail on fake tensors, and record it.
 
         Raises:
-            NoSum: it fails without values.
+            NoSum: it cannot run without values, or takes something that is not known.
         """
         for taken in node.all_input_nodes:
             if taken not in self._values:
@@ -459,7 +544,11 @@ class Loss:
             raise NoSum(f"{self._graph.place_of(node)} fails without values ({text:.60})") from None
 
     def _find(self, node: fx.Node) -> None:
-        """Find a value that an operation of the tail takes and that the tail does not compute."""
+        """Set the value of a node that the tail takes and does not compute.
+
+        Raises:
+            NoSum: it is not computed from the inputs alone, or is neither a tensor nor a number.
+        """
         example = node.meta.get("example_value")
         if isinstance(example, Tensor):
             if node not in self._early:
@@ -471,10 +560,14 @@ class Loss:
             raise NoSum(f"{self._graph.place_of(node)} is no tensor")
 
     def _only_sum(self, own: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Node:
-        """The one scalar that all outputs are made of.
+        """Find the node of the one scalar Sum that all outputs of the tail are computed from.
+
+        Args:
+            own: nodes of the tail that are not computed from the inputs alone.
+            outputs: nodes of the tail that the network returns.
 
         Raises:
-            NoSum: there is none, or there are several.
+            NoSum: there is none, or there are several, or samples meet on another way.
         """
         record, graph = self._record, self._graph
         found: set[int] = set()
@@ -494,11 +587,14 @@ class Loss:
         raise NoSum("a sum over samples is no scalar, or is taken in an operation")
 
     def of(self, found: Mapping[fx.Node, Any], values: Sequence[Any]) -> LossOfCall:
-        """The loss of one call.
+        """Compute, for all samples of a call, the Known tensors that shares need.
 
         Args:
-            found: values of the nodes in ``known``.
-            values: the arguments of the graph.
+            found: the value of each node in ``known`` in this call.
+            values: the arguments of the captured graph in this call.
+
+        Returns:
+            The loss of this call, whose shares can be computed as micro-batches end.
         """
         graph = self._graph
         whole = graph.sizes(graph.bind(values))
@@ -511,7 +607,16 @@ class Loss:
     def parts_of(
         self, known: Mapping[int, Tensor], samples: Sequence[int], number: int
     ) -> dict[int, Tensor]:
-        """The Known tensors of one micro-batch; see :meth:`LossOfCall.share`."""
+        """Cut Known tensors (computed from inputs alone) down to the samples of one micro-batch.
+
+        Args:
+            known: such tensors of the whole batch, by number.
+            samples: how many samples each micro-batch has.
+            number: index of the micro-batch.
+
+        Returns:
+            Views by number; a tensor without samples stays whole.
+        """
         start, found = sum(samples[:number]), dict[int, Tensor]()
         for key, tensor in known.items():
             rows = self._rows.get(key)
@@ -528,13 +633,14 @@ class Loss:
         whole: SizesOfSymbols,
         samples: int,
     ) -> Tensor:
-        """The share of a micro-batch with so many samples.
+        """Compute the share of one micro-batch: a scalar with gradients to ``outputs``.
 
         Args:
-            values: what is Known of it.
-            outputs: of the heavy part.
-            whole: the sizes of the call.
-            samples: their number.
+            values: the Known tensors of the micro-batch from `parts_of`; all else that is computed
+                is added.
+            outputs: what the heavy part has returned for the micro-batch.
+            whole: values of the size symbols in the whole batch.
+            samples: how many samples the micro-batch has.
         """
         part = {**whole, **dict.fromkeys(self._graph.symbols, samples)}
         values |= zip(self._taken, outputs, strict=True)
@@ -545,15 +651,18 @@ class Loss:
 
 
 class LossOfCall:
-    """The loss of one call of a network, of which each micro-batch has a share.
+    """The loss of one call of a network, as the sum of shares of its micro-batches.
+
+    A share has the terms of the samples of one micro-batch.
 
     Args:
-        loss: the loss.
-        known: by number, what is Known, of all samples.
-        sizes: of the call.
+        loss: the loss of the network's graph.
+        known: by number, tensors computed from the inputs alone, for the whole batch.
+        sizes: values of the size symbols in the whole batch.
 
     Attributes:
-        value: the sum of all shares, as what follows takes it; ``None``: it was not computed here.
+        value: the sum of all shares, set by the code that computes the shares, for the operations
+            after the loss; ``None``: shares were not computed.
     """
 
     def __init__(self, loss: Loss, known: Mapping[int, Tensor], sizes: SizesOfSymbols) -> None:
@@ -564,23 +673,29 @@ class LossOfCall:
 
     @property
     def learns(self) -> bool:
-        """Whether something Known wants a gradient, which shares do not give."""
+        """Whether something else than outputs of stages needs a gradient of this loss.
+
+        (A tensor that shares are computed from, made of inputs alone.) Backwards of shares do not
+        compute it.
+        """
         return any(tensor.requires_grad for tensor in self._known.values())
 
     def share(self, outputs: Sequence[Tensor], samples: Sequence[int], number: int = 0) -> Tensor:
-        """The share of one micro-batch, in autograd's graph of its outputs.
+        """Compute the share of one micro-batch: a scalar with gradients to ``outputs``.
+
+        The shares of all micro-batches add up to the loss of the call.
 
         Args:
-            outputs: what the heavy part has returned for it.
-            samples: of each micro-batch.
-            number: of the micro-batch.
+            outputs: what the heavy part has returned for this micro-batch.
+            samples: how many samples each micro-batch has.
+            number: index of this micro-batch.
         """
         values = self._loss.parts_of(self._known, samples, number)
         return self._loss.computed(values, outputs, self._sizes, samples[number])
 
 
 def _without_autocast() -> ExitStack:
-    """A context without autocast: what it does was recorded."""
+    """A context in which autocast is off: the casts that it makes were recorded as operators."""
     stack = ExitStack()
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         stack.enter_context(torch.autocast(device, enabled=False))

@@ -1,9 +1,10 @@
-"""Copy operations of a graph with the modes (no gradients, autocast) that they have there.
+"""Copy operations of a graph together with the modes (no gradients, autocast) that they run in.
 
-What switches a mode is an operation of the graph like any other. Copied are the others: where the
-next one has other modes, the copy switches, and at its end it switches back. So a network may be
-cut inside of such a region, and the driver may compute a part of it. (Regions that transform
-functions, ``vmap`` for one, cannot be left and entered again.)
+Operations that switch a mode are nodes of the graph like any other. They are not copied. Instead,
+where the next operation to copy runs in other modes than the one before it, the copy gets
+operations that switch, and at its end those that switch back. So a network may be cut inside of
+such a region, and the driver may compute a part of it. (Regions that transform functions, ``vmap``
+for one, cannot be left and entered again.)
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from lightning_hybrid.graph.graph import NetworkGraph
 
 @dataclass(frozen=True)
 class OpenModes:
-    """The modes at a place in a graph.
+    """The modes in which an operation of a graph runs.
 
     Attributes:
-        gradients: whether they are switched on.
-        autocasts: the nodes that entered the regions of autocast (switched on or off) that the
-            place lies in, the outermost first.
+        gradients: whether gradients are switched on.
+        autocasts: the nodes that have entered the regions of autocast (switched on or off) that the
+            operation lies in, the outermost region first.
     """
 
     gradients: bool
@@ -37,7 +38,10 @@ class OpenModes:
 
 
 def modes_of(graph: NetworkGraph) -> list[OpenModes]:
-    """The modes before each layer, and behind the last one."""
+    """The modes before each layer of a graph, in order, and at last those after the last layer.
+
+    The list has one entry more than the graph has layers.
+    """
     found = [OpenModes(graph.differentiable)]
     for layer in graph.layers:
         node, around = layer.node, found[-1]
@@ -54,12 +58,15 @@ def modes_of(graph: NetworkGraph) -> list[OpenModes]:
 
 
 class Copier:
-    """Copies operations of a captured graph, and the scalars that they need, into another graph.
+    """Copies operations of a captured graph, and the scalars that they need, into a new graph.
+
+    Call `add` for each operation, then `finished`.
 
     Args:
         graph: the captured network.
-        taken: the nodes that the other graph takes, in order.
-        as_tensors: those of them that are numbers, and come as tensors.
+        taken: the nodes that become placeholders of the new graph, in order.
+        as_tensors: those of ``taken`` that are Python numbers, and that the new graph gets as
+            tensors.
     """
 
     def __init__(
@@ -74,14 +81,22 @@ class Copier:
         self._modes = {n: modes for y, modes in pairs for n in (y.node, *y.parts)}
 
     def add(self, node: fx.Node) -> None:
-        """Copy one operation."""
+        """Copy one operation, to run in the modes that it has in the captured graph.
+
+        An operation that switches modes is left out. All tensors that the operation takes must be
+        placeholders, or added before.
+        """
         if node.target is set_gradients or is_enter_autocast(node) or entered_autocast(node):
             return
         self._switch(self._modes.get(node, self._now))
         self._copies[node] = self._graph.node_copy(node, self._copy)
 
     def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
-        """The other graph, returning copies of ``outputs``."""
+        """Complete the new graph: switch the modes back, return copies of ``outputs``.
+
+        Returns:
+            The new graph.
+        """
         # (a number that arrived as a tensor is passed on as that tensor)
         found = [self._copies[n] if n in self._as_tensors else self._copy(n) for n in outputs]
         self._switch(self._begin)  # for the code that runs next
@@ -99,7 +114,7 @@ class Copier:
         return self._copies[node]
 
     def _switch(self, wanted: OpenModes) -> None:
-        """Append what switches to these modes."""
+        """Append operations to the new graph that switch from its present modes to ``wanted``."""
         before, after = self._now.autocasts, wanted.autocasts
         # (regions lie in each other, so the innermost is left first)
         kept = sum(1 for one, other in zip(before, after) if one is other)

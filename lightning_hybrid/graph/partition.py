@@ -1,12 +1,13 @@
 """Group the layers of a network into network partitions, the smallest units that move as a whole.
 
 One heavy layer (convolution, linear layer) with the light ones around it makes one partition:
-Akintoye et al. 2022, III-A.1. Where the light layers between two heavy ones are divided follows the
-network's own modules: the cut lies where the fewest modules are left open, and as late as possible
-(so convolution, norm and ReLU stay together).
+Akintoye et al. 2022, III-A.1. Between two heavy layers the cut lies where it divides the fewest of
+the network's own modules, and of such places at the last one (so convolution, norm and ReLU stay
+together).
 
-A network has several captured graphs: another mode, size or value of Python gives another one. A
-further one is cut so that each stage uses tensors that its rank already has (`follow`).
+A network has several captured graphs: another mode, size or value of Python gives another one. The
+first graph is cut by a plan; each further one is cut so that each stage uses tensors that its rank
+already has (`follow`).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class NetworkPartition:
     Attributes:
         name: dotted name of its first module.
         start: number of its first layer in the graph.
-        stop: number after that of its last layer.
+        stop: number of its last layer plus one.
         layers: names of its layers' nodes.
         modules: per layer: dotted name of the module whose code calls it.
         parameters: dotted names of its parameters.
         flops: floating-point operations of one forward at the captured batch size: its load.
         output_bytes: bytes of all that crosses a cut after it, at the captured batch size.
-        refused: places inside it where a cut was looked for and is not allowed: module name, and
-            why.
+        refused: (module name, reason in words) of each place inside it where a cut would be best
+            but is not allowed.
     """
 
     name: str
@@ -61,8 +62,8 @@ def network_partitions(
 
     Args:
         graph: the captured network.
-        whole_blocks: whether no item of a list of modules ("layers.3", and all inside of it) is
-            divided: what code checkpoints or repeats as a whole is mostly such an item.
+        whole_blocks: whether to leave each item of a list of modules ("layers.3", and all inside of
+            it) undivided: code mostly checkpoints or repeats such items as a whole.
     """
     cuts = Cuts(graph)
     heavy = _heavy_layers(graph, cuts)
@@ -88,7 +89,11 @@ def network_partitions(
 
 
 def layer_flops(graph: NetworkGraph, layer: Layer) -> int:
-    """Load of one layer: counted operations, or one per element that it returns."""
+    """The load of one layer, in floating-point operations of a forward at the captured batch size.
+
+    It is the counted operations of convolutions, matrix products and recurrent layers, and one per
+    element that any other layer returns.
+    """
     values = [graph.info[n] for n in (layer.node, *layer.parts) if n in graph.info]
     elements = [math.prod(value.shape) for value in values]
     if layer.effects.flops or not _is_recurrent(layer):
@@ -112,7 +117,7 @@ def _is_table(layer: Layer) -> bool:
 
 
 def _same_module(one: Layer, other: Layer) -> bool:
-    """Whether of the modules that two layers belong to one is, or contains, the other."""
+    """Whether the modules of two layers are the same, or one contains the other."""
     pairs = zip(_scope(one), _scope(other))
     return all(a == b for a, b in pairs)
 
@@ -120,9 +125,13 @@ def _same_module(one: Layer, other: Layer) -> bool:
 def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     """Numbers of the heavy layers: those that compute with weights, and embedding tables.
 
-    A pointwise layer does not count if another heavy layer reads all that it reads: the shortcut of
-    a residual block, or the projections to queries, keys and values of attention. (It counts if
-    the two share only some inputs, such as a mask, or if they lie in separate modules.)
+    A pointwise layer (linear, or a convolution of kernel size 1) does not count if another heavy
+    layer of the same or a containing module reads all that it reads: the shortcut of a residual
+    block, or the projections to queries, keys and values of attention.
+
+    Args:
+        graph: the captured network.
+        cuts: of the same graph; tells what each layer reads.
     """
     # (a product of two activations, as in attention, is no place to begin a partition: it goes with
     # the projections beside it)
@@ -153,10 +162,20 @@ def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
 
 
 def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[int, str | None]:
-    """The best position for a cut from ``first`` to ``last``, and why none is allowed, or ``None``.
+    """Find the best position for a cut from position ``first`` to ``last``, both included.
 
-    Best is where no value that is made of weights alone crosses; of these, where the fewest modules
-    are left open; of these, the last one.
+    Best is where no tensor that is made of weights alone crosses; of these, where the fewest
+    modules are divided; of these, the last one.
+
+    Args:
+        graph: the captured network.
+        cuts: of the same graph.
+        first: the first position to look at.
+        last: the last position to look at.
+
+    Returns:
+        The best position at which a cut is allowed, and ``None``. If none is allowed: the position
+        that would be best, and why a cut there is not allowed, in words.
     """
 
     def merit(position: int) -> tuple[bool, int, int]:
@@ -173,9 +192,10 @@ def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[
 
 
 def _opened(graph: NetworkGraph, position: int) -> list[str]:
-    """Names of the modules (the network itself left out), from the outermost, that a cut divides.
+    """Names of the modules that a cut at a position divides, from the outermost inwards.
 
-    They have layers on both sides of it, and each is a part of the one before.
+    A module is divided if it has layers on both sides of the cut. Each name is that of the module
+    in the one before it ("layers", then "3"); the network itself is left out.
     """
     if not 0 < position < len(graph.layers):  # in a further graph a stage may have no layers
         return []
@@ -219,15 +239,19 @@ def _label(graph: NetworkGraph, start: int, stop: int) -> str:
 
 
 def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str = "") -> int:
-    """The number of the partition that begins with the module ``name``, as in the network.
+    """The number of the partition that begins with the module ``name``, for a cut before it.
 
     Args:
         partitions: from `network_partitions`.
-        name: dotted name of a module: a layer, or one that holds layers ("layer3").
-        prefix: what messages put before the names ("net.").
+        name: dotted name of a module in the network: a layer, or one that holds layers ("layer3").
+        prefix: what error messages put before the names ("net.").
+
+    Returns:
+        The index in ``partitions``, at least 1.
 
     Raises:
-        NetworkError: no partition begins there.
+        NetworkError: no partition begins there, or a cut there is not allowed; the message says
+            why, and names modules that would do.
     """
     begins = _beginnings(partitions)
     shown = repr(prefix + name)
@@ -252,7 +276,11 @@ def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str
 
 
 def _beginnings(partitions: Sequence[NetworkPartition]) -> dict[str, int]:
-    """The modules that a cut may be named after, each with the partition that it begins."""
+    """The partition number for each module name that a cut may be named after.
+
+    These are dotted names of modules whose first layer begins a partition, and the partitions'
+    names.
+    """
     begins: dict[str, int] = {}
     seen: set[str] = set()
     for number, partition in enumerate(partitions):
@@ -278,21 +306,25 @@ def _prefixes(modules: Sequence[str]) -> set[str]:
 
 
 class CannotFollow(Exception):
-    """Raised if a graph uses parameters in another order than stages own them, or has no cut."""
+    """Raised if a further graph of a network has no cuts that suit the stages of the first graph.
+
+    No cuts leave each stage with parameters and buffers of its own only, or such a cut is not
+    allowed.
+    """
 
 
 def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
-    """Positions of cuts at which each stage uses only tensors that it already has.
+    """Find positions to cut a further graph, so that each stage uses only tensors that it has.
 
     Args:
-        graph: of the same network, captured for another value or mode.
+        graph: of a network whose stages exist already, captured for another value or mode.
         owned: per stage, the names of the parameters and buffers that it has.
 
     Returns:
         The number of the first layer of stages 1, 2 ...; a stage may be left without layers.
 
     Raises:
-        CannotFollow: there are none, or no cut is allowed there.
+        CannotFollow: there are no such positions, or a cut is not allowed there.
     """
     # Stage by stage from the front: owners of the layers' tensors bound from below and above where
     # a stage may begin, and it begins at the best place between these bounds.
@@ -301,7 +333,7 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
     homes = [_homes(layer.parameters | layer.buffers, owned) for layer in graph.layers]
     positions: list[int] = []
     for stage in range(1, len(owned)):
-        # behind the layers that only earlier stages can have, before those of this one and later
+        # after the layers that only earlier stages can have, before those of this and later stages
         low = positions[-1] if positions else 0
         high = count
         for index, home in enumerate(homes):
@@ -333,7 +365,12 @@ def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
 
 
 def _homes(names: frozenset[str], owned: Sequence[frozenset[str]]) -> set[int]:
-    """The stages that own all tensors of a layer; if there are none, those that own some."""
+    """The stages that own all these tensors; if no stage owns all, the stages that own some.
+
+    Args:
+        names: the parameters and buffers of a layer.
+        owned: per stage, the names of the parameters and buffers that it has.
+    """
     if not names:
         return set()
     return {stage for stage, own in enumerate(owned) if names <= own} or {

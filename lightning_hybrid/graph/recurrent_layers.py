@@ -1,4 +1,4 @@
-"""Recurrent layers as operations that are free in the length of their sequences.
+"""Recurrent layers as operations whose captures hold for sequences of any length.
 
 To find the shapes of their results TorchDynamo runs torch's own operations step by step, and so
 captures them for one length only. The functions here replace torch's while a network is captured:
@@ -21,7 +21,7 @@ _ORIGINAL: dict[str, Any] = {name: getattr(_functions, name, None) for name in _
 
 
 def _instead_of(name: str) -> Callable[..., Any]:
-    """The replacement of torch's recurrent operation ``name``, with the same arguments."""
+    """Make the function that replaces torch's recurrent operation ``name``; same arguments."""
 
     def layer(*args: Any) -> Any:
         return _computed(name, args)
@@ -33,10 +33,10 @@ def _instead_of(name: str) -> Callable[..., Any]:
 
 _INSTEAD = {name: _instead_of(name) for name in _NAMES}
 lstm, gru, rnn_tanh, rnn_relu = RECURRENT = tuple(_INSTEAD.values())
-"""All replacements, as the nodes of captured graphs call them."""
+"""All replacements (lstm, gru, rnn_tanh, rnn_relu), as the nodes of captured graphs call them."""
 
 FREE_SEQUENCES = [(_functions, name, instead) for name, instead in _INSTEAD.items()]
-"""What is replaced so that captures leave the length of sequences free."""
+"""(owner, name, replacement) of each function that must be replaced during captures."""
 
 
 def _computed(name: str, args: tuple[Any, ...]) -> Any:
@@ -49,9 +49,14 @@ def _computed(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _shapes(name: str, value: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The outputs of all steps, and the last states, as tensors without memory.
+    """The results of a recurrent layer as fake tensors: outputs of all steps, then last states.
 
     One step is run to find their types (autocast), and whether random numbers are drawn.
+
+    Args:
+        name: of the operation ("lstm").
+        value: the input, a fake tensor (time first, or the batch first if ``args[8]``).
+        args: all arguments of the operation, ``value`` first.
     """
     time = 1 if args[8] else 0
     outputs, *states = _ORIGINAL[name](value.narrow(time, 0, 1), *args[1:])

@@ -1,9 +1,10 @@
 """A proof of which operations of a captured network treat samples one by one.
 
 The graph runs once, operation by operation, on fake tensors (shapes without memory), and a dispatch
-mode sees every operator of torch. Each tensor gets a label that says where the samples are in it
-(:mod:`lightning_hybrid.graph.rows`), from the labels of what it is made of and by the rule of the
-operator (:mod:`lightning_hybrid.graph.row_rules`). What is not known counts as samples that meet.
+mode sees every operator of torch. Each result gets a label that says where the samples are in it
+(:mod:`lightning_hybrid.graph.rows`), by the rule of the operator
+(:mod:`lightning_hybrid.graph.row_rules`) from the labels of what the operator takes. Where nothing
+is known, samples count as having met.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _FOLLOWED = {
     "wrap_with_set_grad_enabled",
     "wrap_with_autocast",
 }
-"""Operators that take a graph and compute just what it does, forward and backward."""
+"""Operators that take a graph and compute exactly what it does, forward and backward."""
 
 
 _LOST = "a size of the batch became a constant"
@@ -83,16 +84,19 @@ _NOT_FOLLOWED = "Keep the batch a dimension of its own, and index by each sample
 
 @dataclass
 class Followed:
-    """What following the samples has found.
+    """The result of `follow`: where the samples are in the nodes of a graph, and where they meet.
+
+    Samples meet in a node if its result depends on several samples in a way that micro-batches
+    cannot reproduce.
 
     Attributes:
-        labels: per node, those of its tensors in order; of a number none.
-        why: per node in which samples meet first, or may, the reason.
-        tried: nodes that no rule covers, and that have passed a trial: custom operators, and calls
+        labels: per node, the labels of the tensors in its result, in order; none for numbers.
+        why: per node in which samples first meet, or may meet, the reason.
+        tried: nodes that no rule covers and that have passed a trial: custom operators, and calls
             of an ``autograd.Function``.
-        prologue: nodes that are computed from the inputs alone, and must be for all samples.
+        prologue: those of ``early`` that must be computed for all samples at once.
         numbers: nodes that are numbers read from the values of samples.
-        early: nodes that are computed from the inputs alone.
+        early: nodes that are computed from the inputs alone, without weights.
     """
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
@@ -103,21 +107,22 @@ class Followed:
     early: set[fx.Node] = field(default_factory=set)
 
     def meets(self, node: fx.Node) -> bool:
-        """Whether samples have met in what a node returns."""
+        """Whether samples have met in what a node returns, or in what it was computed from."""
         return MEET in self.labels.get(node, ()) or node in self.numbers
 
     def label(self, node: fx.Node) -> Label:
-        """The label of a node that is one tensor; ``None`` for any other node."""
+        """Where the samples are in a node that is one tensor; ``None`` for any other node."""
         labels = self.labels.get(node, ())
         return labels[0] if len(labels) == 1 else None
 
 
 def follow(graph: NetworkGraph, symbols: Sequence[Any]) -> Followed:
-    """Follow the samples of a batch through a graph.
+    """Find where the samples of a batch are in each node of a graph, by one run on fake tensors.
 
     Args:
         graph: the captured network.
-        symbols: all size symbols of the number of samples; the first one is used for all.
+        symbols: the size symbols to take for the number of samples; the first one then stands for
+            all.
     """
     with as_they_are(), torch.inference_mode(False):
         return _Walk(graph, symbols).found
@@ -194,8 +199,8 @@ class _Walk:
         return value
 
     def _compute(self, node: fx.Node, example: Any) -> None:
-        # 1. Run it, and have each of its operators labelled by the rules. Where it fails nothing is
-        #    known, and the example that TorchDynamo has noted stands for what it returns.
+        # 1. Run the node; have each of its operators labelled by the rules. Where it fails, nothing
+        #    is known, and the example that TorchDynamo has noted stands for its result.
         run = self._run
         args, kwargs = arguments_of(node, self._values)
         given = [unwrapped(tensor) for _, tensor in tensors_in((args, kwargs))]
@@ -223,11 +228,20 @@ class _Walk:
         if is_unknown and self._passes(node, (args, kwargs), given):
             self.found.tried.add(node)
             return
-        # 3. Else the rules decide, or the prologue takes it.
+        # 3. Else the rules decide, or the prologue takes the node.
         self._decide(node, why)
 
     def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
-        """Try an operation, and label what it returns if samples do not seem to meet."""
+        """Try an operation that no rule covers; if it passes, label its results by their shapes.
+
+        Args:
+            node: the operation, which has run.
+            arguments: its positional and keyword arguments.
+            given: the tensors among them.
+
+        Returns:
+            Whether it has passed: samples did not seem to meet. Not all operations can be tried.
+        """
         run = self._run
         tensors = [tensor for _, tensor in tensors_in(self._values[node])]
         results = [run.by_shape(tensor) for tensor in tensors]
@@ -251,7 +265,10 @@ class _Walk:
         return passed
 
     def _decide(self, node: fx.Node, why: Reason | None) -> None:
-        """Decide whether the prologue computes a node, or else whether samples have met in it.
+        """Decide whether the prologue computes a node, or whether samples meet in it; note it.
+
+        (The prologue is what the driver computes for all samples before the stages.) The decision
+        goes into `Followed` and into the labels of the node's results.
 
         Args:
             node: a node that has run, and whose results are labelled by rules.
@@ -279,7 +296,17 @@ class _Walk:
             self.found.why[node] = why
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any, example: Any) -> Any:
-        """Run a node, and have its results labelled."""
+        """Run a node inside of the labelling mode; returns its result, with its tensors labelled.
+
+        Args:
+            node: the node.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            example: the result that TorchDynamo has noted.
+
+        Raises:
+            RuntimeError: a size that depends on the batch has become a constant in the run.
+        """
         run = self._run
         # (a recurrent layer is one operation with a rule of its own, and is not run)
         if node.target in RECURRENT:
@@ -299,7 +326,16 @@ class _Walk:
         return value
 
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
-        """Whether the driver can compute a node for all samples, and split what it returns."""
+        """Whether the driver can compute a node for all samples before the stages run.
+
+        That needs a tensor computed from the inputs alone that can be split into micro-batches (or
+        is the same in all). If so, the node is noted in `Followed.prologue`, and labelled by its
+        shape.
+
+        Args:
+            node: the node.
+            tensors: the tensors in its result.
+        """
         labels = list(map(self._run.by_shape, tensors))
         is_tensor = isinstance(self._values[node], Tensor)  # (else ask its parts)
         if node not in self._early or not is_tensor or MEET in labels:
@@ -312,7 +348,7 @@ class _Walk:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, torch's fake tensors log nothing: an operation that needs values is no error here."""
+    """A context in which torch logs no failures of fake tensors: here they are no errors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -322,7 +358,10 @@ def quiet() -> Iterator[None]:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Whether a node may do anything: its backward need not be the derivative of its forward."""
+    """Whether a node may do anything, also in its backward, so that no rule can be right for it.
+
+    That is a custom operator, or an operator that takes graphs and is not in `_FOLLOWED`.
+    """
     name = higher_order_name(node.target)
     if is_grouped(node.target):
         return False
@@ -330,24 +369,27 @@ def _is_unknown(node: fx.Node) -> bool:
 
 
 def _symbols_of(value: Any) -> set[Any]:
-    """The symbols in a number, or in the sizes of a tensor."""
+    """The size symbols in a number, in a sequence of numbers, or in the shape of a tensor."""
     numbers = value.shape if isinstance(value, Tensor) else value
     numbers = numbers if isinstance(numbers, list | tuple) else [numbers]
     return {s for n in numbers if is_symbolic(n) for s in expression(n, {}).free_symbols}
 
 
 class Labelling(TorchDispatchMode):
-    """A dispatch mode that labels the results of every operator.
+    """A dispatch mode that gives each result of an operator a label: where the samples are in it.
+
+    Nodes of a graph are run inside of it, one after the other; call `begin` before each.
 
     Args:
         symbols: all size symbols of the number of samples.
 
     Attributes:
-        batch: the symbol that is used for all of them.
+        batch: the first of the symbols, which stands for all of them in `size`.
+        symbols: all of them.
         tainted: symbols of sizes and numbers that follow from the values of samples.
-        draws: whether the running node draws random numbers.
-        reads: whether it reads numbers from tensors in which there are samples.
-        why: its first operator in which samples meet.
+        draws: whether the node that is running draws random numbers.
+        reads: whether this node reads numbers from tensors in which there are samples.
+        why: the first operator of this node in which samples meet, or may; ``None``: there is none.
     """
 
     def __init__(self, symbols: Sequence[Any]) -> None:
@@ -365,29 +407,29 @@ class Labelling(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Reset what is noted of the running node."""
+        """Reset `draws`, `reads` and `why`; to be called before a node runs."""
         self.draws = self.reads = self._seen = False
         self.why: Reason | None = None
 
     # ------------------------------------------------------------------ what rules ask
 
     def label(self, tensor: Tensor) -> Label:
-        """Where the samples are in a tensor."""
+        """Where the samples are in a tensor; ``None``: it has none, or was never labelled."""
         return self._labels.get(id(tensor))
 
     def met(self) -> Label:
-        """Note that samples have been seen to meet in the running operator."""
+        """Note that samples certainly meet in the running operator; returns ``MEET``, its label."""
         self._seen = True
         return MEET
 
     def size(self, number: Any) -> Any:
-        """A size as an expression in which `batch` stands for every symbol of the batch size."""
+        """A size as a sympy expression, with `batch` in the place of each of `symbols`."""
         if not is_symbolic(number):
             return sympy.sympify(number)
         return expression(number, self._same)
 
     def depends(self, number: Any) -> bool:
-        """Whether a number follows from the batch."""
+        """Whether a number depends on the number of samples, or on values of samples."""
         return is_symbolic(number) and self._changes(self.size(number))
 
     def _changes(self, size: Any) -> bool:
@@ -395,13 +437,24 @@ class Labelling(TorchDispatchMode):
         return self.batch in free or not free.isdisjoint(self.tainted)
 
     def by_shape(self, tensor: Tensor) -> Label:
-        """The label by the shape of a tensor: samples are in the dimension of the batch size."""
+        """The label that a tensor's shape suggests: samples are in the dimension of the batch size.
+
+        ``None``: no size depends on the batch. ``MEET``: several do, or one is no multiple of the
+        batch size.
+        """
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
         return self.borne_out(label, tensor)
 
     def picked_by(self, mask: Tensor, count: Any) -> Any:
-        """A key for the entries that a mask picks (`Rows.picked`), ``count`` of them."""
+        """A key (for `Rows.picked`) of the entries that a mask picks.
+
+        The same mask, unchanged, gives the same key and then stands for the same number of entries.
+
+        Args:
+            mask: the mask, which has samples.
+            count: the size that the picked entries have, usually a new symbol.
+        """
         picked = self._roots.get(id(mask), id(mask)), version(mask)
         size = self._counts.setdefault(picked, self.size(count))
         new = _symbols_of(count)
@@ -411,16 +464,25 @@ class Labelling(TorchDispatchMode):
         return picked
 
     def ordered(self, order: Tensor) -> Any:
-        """A key for an order (`Rows.picked`), which no other tensor has."""
+        """A key (for `Rows.picked`) of an order of entries; no other tensor has the same.
+
+        Args:
+            order: 1-d, the index of each entry in the original order.
+        """
         self._counts[id(order)] = self.size(order.shape[0])
         return id(order)
 
     def is_count(self, number: Any) -> bool:
-        """Whether a number is how many entries a mask or an order has picked."""
+        """Whether a number is how many entries some mask or order has picked."""
         return is_symbolic(number) and self.size(number) in self._counts.values()
 
     def is_whole(self, picked: Any, size: Any) -> bool:
-        """Whether as many entries were picked as a dimension of this size has."""
+        """Whether ``picked`` is an order (no mask) of as many entries as a dimension has.
+
+        Args:
+            picked: as in `Rows.picked`.
+            size: the size of the dimension.
+        """
         return isinstance(picked, int) and self._counts[picked] == self.size(size)
 
     # ------------------------------------------------------------------ labels
@@ -432,13 +494,24 @@ class Labelling(TorchDispatchMode):
         self._labels[id(tensor)] = label
 
     def spoil(self, tensor: Tensor) -> None:
-        """Note that samples have met in a tensor, and in all that share its memory."""
+        """Label a tensor, and all tensors that share its memory, as ``MEET`` (samples have met).
+
+        An entry may then depend on several samples, so no micro-batch can compute it.
+        """
         self.set(tensor, MEET)
         for other in self._views[memory_of(tensor)[0]]:
             self.set(other, MEET)
 
     def _write(self, tensor: Tensor, label: Label) -> None:
-        """Note a write of values with this label: samples meet if the tensor's does not agree."""
+        """Update labels after values were written into a tensor in place.
+
+        If the values do not have their samples where the tensor has its own, samples have met in it
+        and in all tensors that share its memory.
+
+        Args:
+            tensor: the tensor that was written to.
+            label: where the samples are in the written values.
+        """
         own = self.label(tensor)
         fits = label == own or (label is None and isinstance(own, Rows) and own.places is None)
         shown = self._views[memory_of(tensor)[0]]
@@ -458,7 +531,7 @@ class Labelling(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # 1. What it is given, before it may change it.
+        # 1. The tensors that the operator takes, before it may change them.
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         self.draws |= draws(func, args, kwargs)
         call = OperatorArguments(func, args, kwargs)
@@ -468,7 +541,7 @@ class Labelling(TorchDispatchMode):
             # a stand-in for a tensor whose shape is about to be changed in place
             call.values["self"] = other = seen.detach()
             self.set(other, self.label(seen))
-        # 2. The label of what it returns by its rule, if the shape agrees.
+        # 2. The labels of its results by its rule, if their shapes agree.
         self._seen, result = False, func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
         found = self._of(func, call, given, outs)
@@ -501,7 +574,15 @@ class Labelling(TorchDispatchMode):
         outs: list[Tensor],
         result: Any,
     ) -> None:
-        """Note what an operator writes to and does not return, and numbers that it returns."""
+        """Note what an operator changes without returning it, and the numbers that it returns.
+
+        Args:
+            func: the operator.
+            call: its arguments.
+            given: the tensors among them.
+            outs: the tensors in its result.
+            result: its result.
+        """
         has_samples = any(self.label(t) is not None for t in given)
         if not has_samples:
             return
@@ -522,7 +603,15 @@ class Labelling(TorchDispatchMode):
                 self.tainted |= {s for s in _symbols_of(out) if follows_from_values(s)}
 
     def borne_out(self, label: Label, out: Tensor) -> Label:
-        """``label`` if the shape of the result agrees with it, else ``MEET``."""
+        """Check a result's label by its shape; returns the label, or ``MEET`` if they disagree.
+
+        Args:
+            label: the label by the operator's rule.
+            out: the result.
+
+        Raises:
+            RuntimeError: a size that depends on the batch has become a constant in the run.
+        """
         if label is MEET:
             return MEET
         if out.layout is not torch.strided or out.is_nested:
@@ -581,7 +670,13 @@ class Labelling(TorchDispatchMode):
         return rule(self, call, outs)
 
     def _is_known(self, name: str, call: OperatorArguments, labels: Collection[Label]) -> bool:
-        """Whether an operator's rule is right for the `Places` and `Counts` among its inputs."""
+        """Whether an operator's rule is right for the `Places` and `Counts` among its inputs.
+
+        Args:
+            name: of the operator, from `name_of`.
+            call: its arguments.
+            labels: the labels of all tensors among them.
+        """
         if any(isinstance(one, Counts) for one in labels):
             return name in TAKES_COUNTS | KEEPS_ORDER
         places = [one.places for one in labels if isinstance(one, Rows) and one.places]
@@ -594,9 +689,10 @@ class Labelling(TorchDispatchMode):
         return name in KEEPS_POSITION | LOOKS_AT_PLACES or (name in TAKES_PLACES and indexes)
 
     def _is_range(self, call: OperatorArguments, outs: list[Tensor]) -> bool:
-        """Whether a call is ``arange(B)`` or, with k entries of each sample, ``arange(B * k)``.
+        """Whether a call of ``arange`` counts samples: ``arange(B)`` for B samples, and the like.
 
-        The latter also in steps, of which each sample has a whole number.
+        That is also ``arange(B * k)``, with k entries of each sample, and the same in steps, of
+        which each sample has a whole number.
         """
         start, step = call["start"], 1 if call["step"] is None else call["step"]
         whole = (start is None or (type(start) is int and start == 0)) and type(step) is not float

@@ -1,10 +1,11 @@
-"""What torch's operators make of the rows of their inputs: one rule per kind of operator.
+"""Where the samples are in the results of torch's operators: one rule per kind of operator.
 
-A rule is given a call on tensors of which at least one has rows, and none in which samples have met
-(:mod:`lightning_hybrid.graph.rows` has these words), and says where the rows of the results are. It
-must look at every tensor and number that the call takes. Of what it does not know it returns
-``MEET``: the batch cannot be split there. So do operators without a rule: the table may be
-incomplete, but must not be wrong. Where a rule sees that samples meet it returns `Labelling.met`.
+A label (:mod:`lightning_hybrid.graph.rows`) says where the samples are in a tensor. A rule is given
+a call on labelled tensors, at least one with samples and none in which samples have met. It returns
+the labels of the results, and must look at every tensor and number that the call takes. For what it
+does not know it returns ``MEET``: the batch cannot be split there. An operator without a rule
+counts as ``MEET`` too: the table may be incomplete, but must not be wrong. Where a rule sees that
+samples do meet it returns `Labelling.met`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ FREE: Label = None
 
 
 class OperatorArguments:
-    """The arguments of an operator by their names in its schema."""
+    """The arguments of one call of an operator, by their names in its schema, with its defaults.
+
+    ``call["name"]`` is ``None`` for an argument that the operator does not have.
+    """
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.values = arguments(func, args, kwargs)
@@ -41,12 +45,12 @@ class OperatorArguments:
         return self.values.get(name)
 
     def others(self, *names: str) -> list[Tensor]:
-        """The tensors in all arguments but those named."""
+        """The tensors in all arguments except those with these names."""
         rest = {name: value for name, value in self.values.items() if name not in names}
         return [tensor for _, tensor in tensors_in(rest)]
 
     def numbers(self, without: Collection[str] = ()) -> Iterator[Any]:
-        """All numbers and sizes that the call takes, but for those in the arguments ``without``."""
+        """All numbers and sizes in the arguments, except those named in ``without``."""
         for name, value in self.values.items():
             for one in value if isinstance(value, list | tuple) else [value]:
                 if name not in without and (isinstance(one, int | float) or is_symbolic(one)):
@@ -54,11 +58,16 @@ class OperatorArguments:
 
 
 Rule = Callable[["Labelling", OperatorArguments, Sequence[Tensor]], Label | list[Label]]
+"""The rule of an operator: from the labels of the tensors that a call takes, those of its results.
+
+It is given the mode that knows all labels, the arguments of the call, and the results. If it
+returns a single label, all results have that label.
+"""
 
 
 @cache
 def divided(one: Any, other: Any) -> Any:
-    """The quotient of two sizes if it is whole whatever their symbols stand for, else ``None``."""
+    """The quotient of two sizes if it is whole for any values of their symbols, else ``None``."""
     if other == 0:
         return None
     quotient = sympy.cancel(sympy.sympify(one) / other)
@@ -71,25 +80,40 @@ def _rows(f: Labelling, tensor: Tensor) -> Rows | None:
 
 
 def _of_self(f: Labelling, call: OperatorArguments) -> Rows:
-    """The rows of ``self``, which must have some: it is the only tensor of the call."""
+    """Where the samples are in the argument ``self`` of a call, which must have samples.
+
+    (They must be there: the operators that use this take no other tensor.)
+    """
     rows = f.label(call["self"])
     assert isinstance(rows, Rows)
     return rows
 
 
 def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
-    """The length of one repetition of all samples in their dimension: B * k of `Rows`."""
+    """How many entries one repetition of all samples has in their dimension: B * k of `Rows`.
+
+    Args:
+        f: the mode that knows the labels of all tensors.
+        tensor: a tensor with samples.
+        rows: its label.
+    """
     return divided(f.size(tensor.shape[rows.dim]), rows.outer)
 
 
 def _only(found: Sequence[Label]) -> Label:
-    """The label that all tensors with rows share; ``MEET`` if they have several."""
+    """The one label that all tensors with samples share; ``MEET`` if they have several.
+
+    ``FREE`` if no tensor has samples.
+
+    Args:
+        found: the label of each tensor.
+    """
     those = {label for label in found if label is not FREE}
     return FREE if not those else those.pop() if len(those) == 1 else MEET
 
 
 def _aligned(f: Labelling, tensor: Tensor, dims: int) -> Label:
-    """The label of a tensor after it was broadcast to ``dims`` dimensions."""
+    """The label of a tensor after it was broadcast (from the right) to ``dims`` dimensions."""
     rows = _rows(f, tensor)
     if rows is None:
         return FREE
@@ -101,7 +125,12 @@ def _all_free(f: Labelling, tensors: Sequence[Tensor]) -> bool:
 
 
 def dims_of(call: OperatorArguments, name: str = "dim") -> list[int]:
-    """The dimensions that an operator works along, counted from 0; all if it is given none."""
+    """The dimensions that an operator works along, counted from 0; all if none are given.
+
+    Args:
+        call: its arguments.
+        name: the argument with the dimensions.
+    """
     dim, count = call[name], call["self"].dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(count))
@@ -112,19 +141,21 @@ def dims_of(call: OperatorArguments, name: str = "dim") -> list[int]:
 
 
 Keys = Sequence[Any]
-"""A key for each dimension of a tensor; ``None``: an operator works along the dimension."""
+"""A key (such as a letter) for each dimension of a tensor; ``None``: an operator works along it."""
 
 
 def moved(f: Labelling, call: OperatorArguments, given: Mapping[str, Keys], out: Keys) -> Label:
-    """The label of a result, if dimensions with the same key are one and the same.
+    """The label of a result, where dimensions of inputs and result with the same key correspond.
 
-    In "ij, jk -> ik" all that has one i is made of what has the same i. So i may be the samples':
-    then all tensors with an i must have their rows there, and all others must be shared.
+    In "ij, jk -> ik" every entry of the result with one i is made of entries with that i alone. So
+    i may be the dimension of the samples: then all tensors that have an i must have their samples
+    there, and all others must have no samples.
 
     Args:
-        f: knows the labels of tensors.
+        f: the mode that knows the labels of all tensors.
         call: the call.
-        given: the keys of tensors, by the names of arguments; all other tensors must be shared.
+        given: the keys of tensors, by the names of their arguments; all other tensors of the call
+            must have no samples.
         out: the keys of the result.
     """
     found = set()
@@ -145,11 +176,14 @@ def moved(f: Labelling, call: OperatorArguments, given: Mapping[str, Keys], out:
 
 
 def letters(spec: str) -> Rule:
-    """The rule of operators that can be written like Einstein's sums: "mat1:ij mat2:jk -> ik".
+    """Make the rule of operators that can be written like Einstein's sums.
 
-    A dot stands for any number of leading dimensions, and dimensions behind all letters are worked
-    along. "*" is every tensor of the call. Tensors are broadcast from the right. All results have
-    the dimensions of the first; behind it, "-" says that others may have no samples (seeds).
+    Args:
+        spec: names dimensions by letters: "mat1:ij mat2:jk -> ik" those of the arguments ``mat1``,
+            ``mat2`` and of the first result. A dot stands for any number of leading dimensions, "*"
+            for every tensor of the call. The operator works along dimensions after all letters.
+            Tensors are broadcast from the right. Further results have the dimensions of the first
+            one; with "-" at the end they possibly have no samples (seeds).
     """
     given_to, _, results = spec.partition(" -> ")
     texts = dict(pair.split(":") for pair in given_to.split())
@@ -170,7 +204,14 @@ def letters(spec: str) -> Rule:
 
 
 def _keys(text: str, tensor: Tensor) -> Keys:
-    """Of a tensor's dimensions, by a text of `letters`; a dimension of size 1 is broadcast."""
+    """A key for each dimension of a tensor, from its part of a text of `letters`.
+
+    A dimension of size 1 is broadcast, and has ``None``.
+
+    Args:
+        text: such as ".ij".
+        tensor: the tensor.
+    """
     count, names = tensor.dim(), text.removeprefix(".")
     ahead = range(len(names) - count, 0) if text != names else ()
     keys = [*ahead, *names, *[None] * (count - len(ahead) - len(names))]
@@ -182,7 +223,11 @@ def _keys(text: str, tensor: Tensor) -> Keys:
 
 
 def unreduced(rule: Rule) -> Rule:
-    """The rule of losses: they have one only if they are not reduced."""
+    """Make the rule of a loss: with a reduction (a mean, a sum) samples meet in it.
+
+    Args:
+        rule: the rule for the loss without reduction.
+    """
     return lambda f, call, outs: rule(f, call, outs) if call["reduction"] == 0 else f.met()
 
 
@@ -190,7 +235,11 @@ pointwise = letters("*:. -> .")
 
 
 def fills(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """Operators that overwrite ``self`` without reading it (``copy_``, ``uniform_``)."""
+    """Label the result of an operator that overwrites ``self`` unread (``copy_``, ``uniform_``).
+
+    It has its samples where the written values have theirs, or where ``self`` has if the values
+    have no samples.
+    """
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
 
@@ -199,10 +248,10 @@ def fills(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Labe
 
 
 def view(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """A view keeps samples apart if it cuts memory between them and nowhere else.
+    """Label the result of a view: in which dimension it has whole samples; ``MEET`` if in none.
 
-    As many entries as before must stand in front of them, and the dimension that they are in
-    afterwards must hold whole samples.
+    A view keeps samples apart if it cuts memory between them and nowhere else: as many entries as
+    before must lie in front of the samples, and one dimension must hold whole samples.
     """
     tensor, out = call["self"], outs[0]
     if call.overload == "dtype":
@@ -210,8 +259,8 @@ def view(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label
     rows = _rows(f, tensor)
     if rows is None:
         return f.by_shape(out)
-    # `before` entries of the memory stand in front of the samples: the dimension of the result that
-    # holds them is the first one of the batch's size, and `outer` what is left of `before` there
+    # `before` entries of the memory stand in front of the samples. The result has the samples in
+    # the first dimension that depends on the batch; `outer` is `before` by the entries ahead of it
     before, seen = sympy.sympify(rows.outer), sympy.Integer(1)
     for size in tensor.shape[: rows.dim]:
         before = before * f.size(size)
@@ -270,14 +319,31 @@ def squeeze(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
 
 
 def _only_column(rows: Rows, out: Tensor) -> Label:
-    """The label after a view. If only one column holds places, the result must be that column."""
+    """Label the result of a view of a tensor whose entries are possibly places of samples.
+
+    If the tensor has places in one column alone, the result must be that column, else ``MEET``.
+
+    Args:
+        rows: where the result has its samples, with the places of the tensor.
+        out: the result.
+    """
     if rows.places is None or rows.places.column is None:
         return rows
     return replace(rows, places=replace(rows.places, column=None)) if out.dim() == 1 else MEET
 
 
 def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> Label:
-    """The label of a piece of the samples' dimension, which must be whole repetitions of them."""
+    """Label a piece of a tensor that was cut out along the dimension of the samples.
+
+    The piece must hold whole repetitions of all samples; else samples count as having met.
+
+    Args:
+        f: the mode that knows the labels of all tensors.
+        tensor: the tensor.
+        rows: its label.
+        out: the piece.
+        start: index of the first entry of the piece in that dimension.
+    """
     block = _block(f, tensor, rows)
     if block is None or divided(f.size(start), block) is None:
         return f.met()
@@ -336,7 +402,7 @@ def cat(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
 
 
 def _is_nothing(tensor: Tensor) -> bool:
-    """Whether a tensor is 1-d and empty: `torch.cat` takes such, and leaves it out."""
+    """Whether a tensor is 1-d and empty: `torch.cat` leaves such a tensor out."""
     return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
 
 
@@ -351,16 +417,17 @@ def stack(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Labe
 
 
 Mixed = Callable[[OperatorArguments], Iterable[int]]
-"""Gives the dimensions of an argument that an operator works along, from a call."""
+"""A function that returns, for a call, the dimensions that the operator works along."""
 
 
 def within(mixed: Mixed, first: str = "self") -> Rule:
-    """The rule of operators that work along some dimensions of one argument (and may drop them).
+    """Make the rule of operators that work along some dimensions of one argument.
 
-    All other tensors of the call must be the same for all samples.
+    They may drop these dimensions. Samples meet if theirs is among them. All other tensors of the
+    call must have no samples.
 
     Args:
-        mixed: gives these dimensions; samples meet if theirs is among them.
+        mixed: returns these dimensions for a call.
         first: the name of the argument.
     """
 
@@ -375,7 +442,7 @@ def within(mixed: Mixed, first: str = "self") -> Rule:
 
 
 along = within(dims_of)
-"""The rule of sums, softmax, sorting: along the argument ``dim``."""
+"""The rule of sums, softmax, sorting: they work along the dimensions in the argument ``dim``."""
 
 
 def _padded(call: OperatorArguments) -> list[int]:
@@ -388,9 +455,10 @@ def _padded(call: OperatorArguments) -> list[int]:
 def batch_norm(
     f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
 ) -> list[Label] | Label:
-    """Batch statistics are those of a micro-batch by definition, so samples do not meet in them.
+    """Label the results of batch normalisation, in which samples do not meet.
 
-    Instance normalisation is batch normalisation with the samples among the channels.
+    Its statistics are by definition those of a micro-batch. The samples are in dimension 0, or in 1
+    for instance normalisation, which has them among the channels.
     """
     rows = f.label(call["input"])
     if not isinstance(rows, Rows) or not rows.plain:
@@ -408,16 +476,21 @@ _looked_up = letters("weight:ie indices:. -> .e")
 
 
 def embedding(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label | list[Label]:
-    """Rows of a table; with ``scale_grad_by_freq`` its gradient has the numbers of all samples."""
+    """Label the result of looking up rows of a table (``embedding``).
+
+    With ``scale_grad_by_freq`` samples meet: a gradient depends on how often all samples look up a
+    row.
+    """
     return f.met() if call["scale_grad_by_freq"] else _looked_up(f, call, outs)
 
 
 def embedding_bag(
     f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
 ) -> Label | list[Label]:
-    """Sums of rows of a table: each bag must have entries of one sample alone.
+    """Label the results of ``embedding_bag``, which adds up rows of a table in bags.
 
-    So it must begin at a place of ``arange(0, B * k, k)``, with the entries in order.
+    Each bag must have entries of one sample alone: the bags must begin at ``arange(0, B * k, k)``,
+    for B samples with k entries each, in order. Else the labels are ``MEET``.
     """
     rows, starts = f.label(call["indices"]), f.label(call["offsets"])
     others = {f.label(t) for t in call.others("indices", "offsets", "weight")}
@@ -433,7 +506,17 @@ def embedding_bag(
 
 
 def recurrent(f: Labelling, args: Sequence[Any]) -> list[Label]:
-    """Labels of a recurrent layer's outputs and last states (see `graph/recurrent_layers.py`)."""
+    """Label the outputs and last states of a recurrent layer.
+
+    Args:
+        f: the mode that knows the labels of all tensors.
+        args: the positional arguments of the layer: the input, the states, the weights, and so on,
+            as for the functions in `graph/recurrent_layers.py`.
+
+    Returns:
+        The labels of the outputs and of each state; all are ``MEET`` if the layer's arguments do
+        not have their samples where they are expected.
+    """
     value, states, weights = args[:3]
     states = list(states) if isinstance(states, list | tuple) else [states]
     rows, unpacked = f.label(value), isinstance(weights, list | tuple) and len(args) == 9
@@ -453,7 +536,11 @@ def gather(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Lab
 
 
 def scatter(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """Each sample writes into its own entries, and indices and values are its own too."""
+    """Label the result of ``scatter``, in which each sample must write to its own entries.
+
+    That is so if tensor, indices and values have their samples in the same dimension, and it is not
+    the one that is indexed.
+    """
     count = call["self"].dim()
     keys = [None if key == call["dim"] % max(count, 1) else key for key in range(count)]
     names = [name for name in ("self", "index", "src") if call[name] is not None]
@@ -461,7 +548,7 @@ def scatter(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
 
 
 def _picks(call: OperatorArguments) -> tuple[list[int], list[Tensor]]:
-    """The dimensions that an operator indexes by tensors, and these tensors."""
+    """The dimensions that an operator indexes by tensors, in order, and these tensors."""
     if call["indices"] is None:  # (`index_select` and the like have one index)
         return [call["dim"] % max(call["self"].dim(), 1)], [call["index"]]
     picks = list(call["indices"])
@@ -481,7 +568,14 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor]) -> bool:
-    """Whether there is one mask, with the same samples as a tensor in the same dimension."""
+    """Whether a tensor is indexed by one mask that has the same samples in the same dimension.
+
+    Args:
+        f: the mode that knows the labels of all tensors.
+        tensor: what is indexed.
+        at: the dimensions that are indexed; of a mask the first one.
+        masks: the indices.
+    """
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
         return False
@@ -495,10 +589,10 @@ def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor
 def _picked_from(
     f: Labelling, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
 ) -> Label:
-    """The label of ``tensor[...]``, indexed by integers, or a mask that all samples share.
+    """The label of ``tensor[...]``, indexed by integers or by a mask without samples.
 
     Args:
-        f: knows the labels of tensors.
+        f: the mode that knows the labels of all tensors.
         tensor: what is indexed.
         rows: its label.
         at: the dimensions that are indexed; of a mask the first one.
@@ -542,7 +636,7 @@ def _has_places(f: Labelling, tensor: Tensor) -> bool:
 
 
 def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
-    """Whether the entries of ``picks`` are places in the samples' dimension of ``tensor``."""
+    """Whether the entries of ``picks`` are indices into the samples' dimension of ``tensor``."""
     label, rows = _rows(f, picks), _rows(f, tensor)
     if label is None or rows is None:
         return False
@@ -550,7 +644,10 @@ def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
 
 
 def index_put(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """Writing into ``tensor[...]``: the values must have the rows that reading there would give."""
+    """Label a tensor after values were written to ``tensor[...]``.
+
+    The values must have their samples where reading ``tensor[...]`` would give them.
+    """
     tensor, value = call["self"], call["source"] if call["values"] is None else call["values"]
     at, tensors = _picks(call)
     rows = f.label(tensor)
@@ -579,9 +676,9 @@ def index_put(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> 
 
 
 def nonzero(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """One row for each entry that is not zero, with its place in every dimension as columns.
+    """Label the result of ``nonzero``: one row per entry that is not zero, of its indices.
 
-    The column of the samples' dimension holds places of samples.
+    Its column for the dimension of the samples holds indices of samples (`Places`).
     """
     mask, rows = call["self"], _of_self(f, call)
     places = Places(rows.outer, f.size(mask.shape[rows.dim]), rows.picked, rows.dim)
@@ -589,7 +686,11 @@ def nonzero(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
 
 
 def sort(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> list[Label] | Label:
-    """Sorting the samples themselves, of 1-d tensors: the results are picked by the new order."""
+    """Label the results of sorting: the sorted values, and their indices.
+
+    If a 1-d tensor is sorted along its samples, both are picked by the new order (`Rows.picked`).
+    In all other cases this is the rule `along`.
+    """
     tensor, rows = call["self"], _of_self(f, call)
     if rows != Rows(0, rows.outer) or tensor.dim() != 1:
         return along(f, call, outs)
@@ -602,7 +703,10 @@ def sort(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> list[
 def floor_divide(
     f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
 ) -> list[Label] | Label:
-    """``places // k`` turns places among k entries of each sample into places of samples."""
+    """Label the result of ``//``: pointwise, but for a tensor of places (indices of entries).
+
+    Where each sample has k entries, ``places // k`` are places among the samples.
+    """
     rows, by = f.label(call["self"]), call["other"]
     if isinstance(by, Tensor) and _has_places(f, by):
         return MEET
@@ -616,7 +720,10 @@ def floor_divide(
 
 
 def histogram(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """``histc`` of sorted numbers: how many samples (or entries of samples) have each number."""
+    """Label the result of ``histc``: `Counts` if the numbers are sorted, else ``MEET``.
+
+    The counts tell how many entries have each number.
+    """
     rows, given = f.label(call["self"]), call["min"] == 0 and call["max"] > 0
     return Counts(rows.picked) if isinstance(rows, Rows) and rows.is_sorted and given else MEET
 
@@ -627,7 +734,11 @@ def cumsum(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> lis
 
 
 def grouped_matrices(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
-    """`torch.nn.functional.grouped_mm`: sorted rows, each times the matrix of its group."""
+    """Label the result of `torch.nn.functional.grouped_mm`: each row times its group's matrix.
+
+    The rows must be sorted by group, and the ends of the groups be cumulative `Counts` of that
+    order.
+    """
     first = "self" if call["self"] is not None else "input"
     rows, ends = f.label(call[first]), f.label(call["offs"])
     if not isinstance(rows, Rows) or rows.dim or rows.picked is None or call[first].dim() != 2:
@@ -647,7 +758,7 @@ SHAPED = _names(
     "view _unsafe_view _reshape_alias expand repeat slice split split_with_sizes unsafe_split "
     "unsafe_split_with_sizes native_group_norm"
 )
-"""Operators that take sizes which may follow from the batch; their rules look at them."""
+"""Operators that take sizes which may depend on the batch; their rules look at the sizes."""
 
 FACTORIES = _names(
     "zeros ones empty rand randn randint full empty_permuted empty_strided new_zeros new_ones "
@@ -656,36 +767,36 @@ FACTORIES = _names(
 """Operators that make a tensor of given sizes."""
 
 LIKE = _names("zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
-"""Operators that make a tensor of another one's sizes, whose entries they do not read."""
+"""Operators that make a tensor of the sizes of another one, without reading its entries."""
 
 KEEPS_ORDER = _names("_to_copy clone detach alias")
-"""Operators that change no value."""
+"""Operators that return the values of their input, in the same order."""
 
 KEEPS_POSITION = KEEPS_ORDER | _names("view _unsafe_view unsqueeze slice expand")
-"""Operators whose results still are places if their input is."""
+"""Operators that return `Places` if their input has `Places`."""
 
 TAKES_PLACES = _names("index index_put index_select index_add index_copy")
-"""Operators whose rules are right for indices that are places."""
+"""Operators whose rules are right for indices that are `Places`."""
 
 LOOKS_AT_PLACES = _names("floor_divide _embedding_bag _embedding_bag_forward_only")
-"""Operators whose rules look at places in all that they are given."""
+"""Operators whose rules look at `Places` in all of their inputs."""
 
 TAKES_COLUMNS = _names("select unbind squeeze view")
-"""Operators that take the places out of what `nonzero` returns."""
+"""Operators that take the column of `Places` out of what `nonzero` returns."""
 
 TAKES_COUNTS = _names("cumsum _grouped_mm grouped_mm_fallback")
 
 _NOT = _names("isin equal max min copysign_ frexp")
-"""Operators that torch tags as pointwise and that may look at other entries too."""
+"""Operators that torch tags as pointwise although they may look at other entries too."""
 
 _OF_DIMENSIONS = re.compile(r"_?(?:\w*pool|\w*unpool|upsample_\w+|\w+_pad)([123])d\w*")
-"""Names of operators that work on the last so many dimensions: pools, resizing, padding."""
+"""Names of operators that work on the last 1, 2 or 3 dimensions: pools, resizing, padding."""
 
 _SPATIAL = [letters("*:.x -> .a"), letters("*:.xy -> .ab"), letters("*:.xyz -> .abc")]
-"""The rules of these, for one, two and three dimensions."""
+"""The rules of operators that work on the last 1, 2 and 3 dimensions."""
 
 _TABLE: dict[str, Rule] = {
-    # (besides those that torch tags as such)
+    # (besides the operators that torch tags as pointwise)
     "lift_fresh_copy lift_fresh zero native_dropout bernoulli where masked_fill _conj _neg_view "
     "gelu softplus hardtanh hardswish glu_jvp polar complex prelu _prelu_kernel rrelu_with_noise "
     "resolve_conj log_sigmoid_forward bitwise_and pow poisson hardshrink softshrink": pointwise,
@@ -775,11 +886,11 @@ def name_of(func: Any) -> str:
 
 
 def rule_of(func: Any) -> Rule | None:
-    """The rule for an operator; ``None``: there is none, so that samples may meet in it."""
+    """The rule for an operator; ``None``: there is none, so samples count as having met in it."""
     if func.namespace != "aten":
         return grouped_matrices if is_grouped(func) else None
     name = name_of(func)
-    # before torch's tag: some operators that it calls pointwise have a rule of their own
+    # before torch's tag: some operators with that tag have a rule of their own
     if name in RULES:
         return RULES[name]
     if (found := _OF_DIMENSIONS.fullmatch(name)) is not None:

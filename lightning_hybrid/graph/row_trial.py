@@ -2,9 +2,9 @@
 
 Custom operators and ``torch.autograd.Function`` may do anything, and their backward need not be the
 derivative of their forward. Such an operation is tried by itself, on random numbers of the shapes
-that it is given, small and large ones: forward and backward, on a batch, on its two parts, and on a
-batch that has other samples in place of the second part's. A trial is no proof, so what has passed
-one is named to the user.
+that it is given, small and large ones: forward and backward, on a batch, on each half of the batch,
+and on the batch with other samples in its second half. A trial is no proof, so an operation that
+has passed one is named to the user.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lightning_hybrid.graph.rows import Label, Rows
 _SIZES = [2, 2]
 """The number of samples in each part of a trial's batch."""
 _SCALES = (1.0, 1e-3, 1e3, 1e6)
-"""Magnitudes of the inputs and incoming gradients to try: some operations clip large numbers."""
+"""Magnitudes to try, of inputs and of incoming gradients: some operations clip large numbers."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An operation, and what it is given.
+    """A trial of an operation: whether samples meet in it, as far as random numbers show.
 
     Attributes:
-        run: computes it, from its arguments.
-        given: its arguments, with tensors without memory.
-        labels: of the tensors among them, in order; none of them is ``MEET``.
-        results: where the samples are in its results, if it treats them one by one.
+        run: computes the operation, from its arguments.
+        given: its arguments, with fake tensors.
+        labels: where the samples are in these tensors, in order; none is ``MEET``.
+        results: where the samples are in the tensors that it returns, if it treats them one by one.
         symbols: the size symbols that stand for the number of samples.
     """
 
@@ -49,7 +49,10 @@ class Trial:
     symbols: Sequence[Any]
 
     def passes(self) -> bool:
-        """Whether the trial has shown no sign of samples that meet."""
+        """Run the trial; returns whether it has shown no sign of samples that meet.
+
+        False also if the operation fails. The random state of torch on the CPU is restored.
+        """
         if any(isinstance(one, Rows) and one.outer != 1 for one in (*self.labels, *self.results)):
             return False
         # neither the user's generators nor transforms around the call may see anything of it
@@ -65,7 +68,14 @@ class Trial:
         return all(self._agrees_at(*each) for each in scales)
 
     def _agrees_at(self, inputs: float, incoming: float) -> bool:
-        """Whether batch, parts and mixed batch agree, at these magnitudes of the numbers given."""
+        """Whether results and gradients for a random batch agree with those for its halves alone.
+
+        They must also be the same in the first half if the second half has other samples.
+
+        Args:
+            inputs: magnitude of the random inputs.
+            incoming: magnitude of the incoming gradients.
+        """
         one, other = self._batch(inputs), self._batch(inputs)
         if not all(tensor.numel() for tensor in one):
             return False  # (what is computed of nothing shows nothing)
@@ -94,16 +104,19 @@ class Trial:
     def _computed(
         self, tensors: Sequence[Tensor], samples: int, start: int, incoming: float
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The operation's results for some samples, and the gradients of its inputs.
+        """Run the operation forward and backward on some samples.
 
         Args:
             tensors: its inputs.
             samples: how many samples they have.
-            start: number of the first of these in the batch.
+            start: index of the first of these samples in the batch.
             incoming: magnitude of the incoming gradients.
 
+        Returns:
+            Its results, and for each input the gradient; ``None``: the input has none.
+
         Raises:
-            ValueError: results are not finite, so that they show nothing.
+            ValueError: numbers are not finite, so that they show nothing.
         """
         # (copies: the next run begins with the same numbers)
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
@@ -149,14 +162,23 @@ class Trial:
 
 
 def _size(scale: float, like: Tensor) -> float:
-    """``scale``, but at most the largest number whose square fits the type of ``like``."""
+    """``scale``, but at most the largest number whose square the type of ``like`` can hold."""
     return min(scale, math.sqrt(torch.finfo(like.dtype).max))
 
 
 def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:
-    """Factors for the entries of an output in the loss, another one for each sample.
+    """Factors by which the entries of an output go into the loss: different ones for each sample.
 
-    With equal weights a gradient that is a mean over samples would look like that of one sample.
+    With equal factors a gradient that is a mean over samples would look like that of one sample.
+
+    Args:
+        output: an output of the operation.
+        label: the dimension of its samples.
+        samples: how many samples it has.
+        start: index of the first of these in the batch.
+
+    Returns:
+        A tensor that broadcasts to the output.
     """
     each = output.shape[label.dim] // samples
     weights = torch.arange(start + 1, start + 1 + samples).repeat_interleave(each)
@@ -168,14 +190,17 @@ def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:
 def _is_own(
     label: Label, whole: Tensor, among: Tensor, *parts: Tensor, summed: bool = False
 ) -> bool:
-    """Whether a result of the batch is that of its parts, whatever the other samples are.
+    """Whether a result for the batch agrees with those for its two halves, run alone.
+
+    Also, other samples in the second half must not change the first half of the result.
 
     Args:
-        label: where the samples are in it.
-        whole: of the batch.
-        among: of the batch with other samples in the second part.
-        parts: of each part by itself.
-        summed: whether a result that all samples share is a sum over them (a gradient).
+        label: where the samples are in the result.
+        whole: the result for the batch.
+        among: the result for the batch with other samples in its second half.
+        parts: the results for each half alone.
+        summed: whether a result without samples must be the sum of those for the halves (a
+            gradient); else it must equal them.
     """
     if not isinstance(label, Rows):
         together = sum(parts[1:], parts[0]) if summed else parts[0]
@@ -186,7 +211,7 @@ def _is_own(
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether two results differ by rounding at most."""
+    """Whether two tensors have the same shape, and differ by rounding at most."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():

@@ -1,9 +1,12 @@
 """Where the samples of a batch are in a tensor.
 
-A micro-batch has some of the samples of a batch. A tensor that is made of the batch may be the same
-in all micro-batches; or it has a dimension in which every sample has entries of its own
-(:class:`Rows`), so that the tensor of the whole batch can be cut into those of the micro-batches,
-and joined of them; or it is neither, since samples have met (``MEET``).
+A micro-batch has some of the samples of a batch. A tensor that is computed from the batch is one of
+these:
+
+* the same in all micro-batches (``None``);
+* with a dimension in which each sample has entries of its own (:class:`Rows`), so that the tensor
+  of the whole batch can be split into those of the micro-batches, and joined from them;
+* neither, since samples have met (``MEET``).
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Places:
-    """The entries of a tensor of integers are places in a dimension that is the samples'.
+    """A description of an integer tensor whose entries are indices into a dimension of samples.
 
-    A place is an index. In a micro-batch the entries are places in the micro-batch's dimension, so
-    that they are usable only as an index.
+    In a micro-batch they are indices into the dimension of the micro-batch, so other numbers: they
+    must be used for indexing only.
 
     Attributes:
         outer: `Rows.outer` of that dimension.
         size: the size of that dimension, an expression.
         picked: `Rows.picked` of that dimension.
-        column: the only column (in dimension 1) that has places; ``None``: all entries are places.
+        column: the only column (index in dimension 1) whose entries are such indices; ``None``: all
+            entries are.
     """
 
     outer: Any
@@ -35,7 +39,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Rows:
-    """One dimension of a tensor is the samples'.
+    """The label of a tensor in which one dimension holds the samples.
 
     For B samples its size is ``outer * B * k``, and entry ``(o * B + i) * k + j`` is made of sample
     i alone. (``outer`` is 1 as a rule. It is T where a tensor of T steps and B samples, in this
@@ -43,12 +47,13 @@ class Rows:
 
     Attributes:
         dim: the dimension.
-        outer: an integer, or an expression of sizes.
-        places: the dimension that the entries are places in, if they are, as in
-            ``torch.arange(B)``.
-        picked: what has picked the entries (a mask, an order), if they are not those of all samples
-            in order. Each is made of one sample alone, but nobody knows of which; those of two
-            tensors are the same only if the same has picked them. A micro-batch picks its own.
+        outer: how often all samples are repeated; an integer, or an expression of sizes.
+        places: if the entries are themselves indices into a dimension of samples, as in
+            ``torch.arange(B)``, which dimension that is; ``None``: they are ordinary values.
+        picked: a key for what has picked the entries (a mask, an order); ``None``: they are those
+            of all samples in order. Each picked entry is made of one sample alone, but it is not
+            known of which. Entries of two tensors belong together only if their keys are equal. A
+            micro-batch picks its own.
         is_sorted: whether the entries are the sorted numbers from which the order ``picked`` comes,
             or places with equal steps from 0 on.
     """
@@ -61,26 +66,34 @@ class Rows:
 
     @property
     def plain(self) -> bool:
-        """Whether tensors of micro-batches can be joined to that of the whole batch."""
+        """Whether tensors of micro-batches can be joined into that of the whole batch.
+
+        They cannot if the entries are indices of samples (`places`), or were `picked`.
+        """
         return self.places is None and self.picked is None
 
     @property
     def is_ordered(self) -> bool:
-        """Whether an order of all samples, not a mask, has picked the entries."""
+        """Whether an order of all samples (and not a mask) has picked the entries."""
         return isinstance(self.picked, int)
 
     def at(self, dim: int, *, places: bool = False) -> Rows:
-        """The same samples in another dimension; with ``places``, entries still are places."""
+        """The same samples, but in dimension ``dim``.
+
+        Args:
+            dim: the dimension.
+            places: whether to keep `places`; else the entries count as ordinary values.
+        """
         return replace(self, dim=dim, places=self.places if places else None)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The label of a histogram of numbers by which entries of samples were sorted.
+    """The label of a histogram of the numbers by which entries of samples were sorted.
 
     Attributes:
-        picked: the order that the sort gives the samples.
-        summed: whether counts are cumulative: each with those of all smaller numbers.
+        picked: the key of the order that the sort has given (`Rows.picked`).
+        summed: whether the counts are cumulative: each with those of all smaller numbers.
     """
 
     picked: Any
@@ -93,8 +106,8 @@ class Reason:
 
     Attributes:
         how: in words.
-        instead: a sentence that says what to write instead, if it could only not be proven that
-            they stay apart; empty: they were seen to meet.
+        instead: advice to the user, a sentence, if they may only have met (it could not be proven
+            that they stay apart); empty: they have certainly met.
     """
 
     how: str
@@ -109,4 +122,4 @@ MEET = _Meet.MEET
 """Samples have met, or it is not known that they have not."""
 
 Label = Rows | Counts | _Meet | None
-"""What is known of a tensor's samples; ``None``: it is the same in all micro-batches."""
+"""Where the samples are in a tensor; ``None``: it is the same in all micro-batches."""

@@ -21,7 +21,10 @@ _LIGHTNING = tuple(
 
 
 def place_now() -> str | None:
-    """File and line of the innermost running code apart from torch, Lightning and this package."""
+    """``file:line`` of the innermost running code outside of torch, Lightning and this package.
+
+    ``None``: there is none.
+    """
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((*_NOT_THE_USERS, *_LIGHTNING)):
             return f"{frame.filename}:{frame.lineno}"
@@ -29,30 +32,33 @@ def place_now() -> str | None:
 
 
 def place_of(node: fx.Node) -> str | None:
-    """File and line of the innermost code, torch's and this package's apart, that calls a node."""
+    """``file:line`` of the innermost code, outside of torch and this package, that calls a node.
+
+    ``None``: the node has no stack trace with such code.
+    """
     frames = _FRAME.findall(node.stack_trace or "")
     theirs = [f"{file}:{line}" for file, line in frames if not file.startswith(_NOT_THE_USERS)]
     return theirs[-1] if theirs else None
 
 
 FAILS = "it fails on these inputs: "
-"""The beginning of a reason from `reason_in` if the network's own code raises an error."""
+"""How a reason from `reason_in` begins if the network's own code has raised an error."""
 
 _GOT = re.compile(r"got \w+\((['\"])(.*?)\1\)", re.DOTALL)
 _SKIPPED = re.compile(r"function marked as skipped.*?qualname: ([\w.<>]+)", re.DOTALL)
 _CHECKPOINT = "Operator: torch.utils.checkpoint."
-"""What TorchDynamo says of code that activation checkpointing calls."""
+"""What errors of TorchDynamo contain for code that activation checkpointing calls."""
 
 _CALL = re.compile(r'File "(.+?)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 
 
 def reason_in(text: str) -> str:
-    """One line from an error of TorchDynamo: its reason, and the user's line that has caused it.
+    """Why TorchDynamo has failed, in one line: its reason, and the user's line that has caused it.
 
     (The error's text has the stack twice, with hints and links for TorchDynamo's developers.)
 
     Args:
-        text: the text of the error.
+        text: the text of TorchDynamo's error.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     what = lines[0].partition(" (unhinted")[0].rstrip(".") if lines else "no reason is given"
@@ -83,7 +89,11 @@ _AS_WRITTEN = (  # from the names in the frame that is captured, which calls the
 
 
 def input_name(placeholder: fx.Node) -> str:
-    """The expression for an input of a graph in the network's `forward`: ``x``, ``self.mask``."""
+    """The expression for a graph's input in the network's ``forward``, such as ``self.mask``.
+
+    Args:
+        placeholder: the node of the input, in a graph from TorchDynamo (or a copy with its source).
+    """
     name = placeholder_source(placeholder)
     for theirs, written in _AS_WRITTEN:
         name = theirs.sub(written, name)

@@ -1,8 +1,8 @@
 """The code of a stage as plain data, which is sent to another process and becomes a function there.
 
 An ``fx.GraphModule`` cannot be sent in general: unpickling one traces it again, which fails on code
-that ``fx`` cannot trace (factory functions with symbolic sizes, ``vmap``). So the nodes are sent,
-with functions by their qualified names.
+that ``fx`` cannot trace (factory functions with symbolic sizes, ``vmap``). So the nodes are sent as
+data, with the qualified names of the functions that they call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_hybrid.errors import NetworkError
 
 @dataclass(frozen=True)
 class _NodeName:
-    """Stands for a node among the arguments of another one.
+    """Stands for a node among the arguments of another one in a `GraphCode`.
 
     Attributes:
         name: of the node in its graph.
@@ -44,7 +44,7 @@ class _NodeName:
 
 @dataclass(frozen=True)
 class _Nested:
-    """A graph that an operation takes as an argument (the body of a checkpointed region).
+    """Stands for a graph that an operation takes (the body of a checkpointed region).
 
     Attributes:
         code: the graph as plain data.
@@ -55,12 +55,13 @@ class _Nested:
 
 @dataclass(frozen=True)
 class _Constant:
-    """A tensor that a graph holds, on its way to another process.
+    """A tensor that a graph holds, as it is sent to another process.
 
     Attributes:
-        tensor: on the CPU.
-        stays: whether it is to stay on the CPU, as it was while other tensors were on another
-            device: operations that take lengths or sizes as tensors want them there.
+        tensor: the tensor, on the CPU.
+        stays: whether it is to stay on the CPU there, as it did at the capture while other tensors
+            were on another device: operations that take lengths or sizes as tensors want them
+            there.
     """
 
     tensor: Tensor
@@ -68,16 +69,18 @@ class _Constant:
 
 
 class _Here:
-    """Stands for the device of the rank that runs the code."""
+    """Stands for the device of the rank that runs the code, among arguments in a `GraphCode`."""
 
 
 @dataclass(frozen=True)
 class GraphCode:
-    """A graph as plain data.
+    """An fx graph as plain data, which can be pickled.
 
     Attributes:
-        nodes: per node its kind, name, target, and arguments (other nodes as `_NodeName`).
-        attributes: what ``get_attr`` nodes name: tensors, nested graphs, values.
+        nodes: per node its kind, name, target (of a function its qualified name), positional and
+            keyword arguments (other nodes as `_NodeName`).
+        attributes: name and value of each tensor, nested graph or other value that a ``get_attr``
+            node names.
     """
 
     nodes: tuple[tuple[str, str, Any, Any, Any], ...]
@@ -85,12 +88,12 @@ class GraphCode:
 
     @classmethod
     def of(cls, graph: fx.Graph, attributes: Mapping[str, Any], device: torch.device) -> GraphCode:
-        """Turn a graph into plain data.
+        """Turn an fx graph into plain data.
 
         Args:
-            graph: its nodes are operations of torch and functions that can be found by name.
-            attributes: the values of its ``get_attr`` nodes.
-            device: where the graph was captured; on another rank that rank's device replaces it.
+            graph: its nodes must be operations of torch, or functions that can be found by name.
+            attributes: the values of its ``get_attr`` nodes, by name.
+            device: the device of the capture; on another rank that rank's device replaces it.
 
         Raises:
             NetworkError: a function cannot be found by its name.
@@ -115,7 +118,11 @@ class GraphCode:
         return cls(tuple(nodes), tuple((name, _travelling(v, device)) for name, v in held))
 
     def graph(self, device: torch.device) -> tuple[fx.Graph, dict[str, Any]]:
-        """The graph as ``fx`` nodes for a device, and the values of its ``get_attr`` nodes."""
+        """Make an fx graph again, for a device; returns it with the values of ``get_attr`` nodes.
+
+        Raises:
+            NetworkError: a function is not there on this rank.
+        """
         graph = fx.Graph()
         made: dict[str, fx.Node] = {}
 
@@ -134,11 +141,18 @@ class GraphCode:
     def function(
         self, device: torch.device, without: Collection[Callable[..., Any]] = ()
     ) -> Callable[..., Any]:
-        """The graph as a Python function, which frees each tensor after its last use.
+        """Make a Python function of the graph, which frees each tensor after its last use.
 
         Args:
-            device: where it runs.
+            device: where it is to run.
             without: functions that ``torch.compile`` is to leave uncompiled.
+
+        Returns:
+            The function: it takes the values of the placeholders in order, and returns what the
+            graph returns.
+
+        Raises:
+            NetworkError: a function that it calls is not there on this rank.
         """
         graph, attributes = self.graph(device)
         root = _holder(attributes)
@@ -152,7 +166,7 @@ class GraphCode:
         return lambda *values: forward(root, *values)
 
     def shape(self) -> Hashable:
-        """The code without the names of its nodes, to compare graphs that differ in these alone."""
+        """A key of the code, equal for graphs that differ only in the names of their nodes."""
         numbers = {name: index for index, (_, name, *_) in enumerate(self.nodes)}
 
         def leaf(value: Any) -> Any:
@@ -170,10 +184,11 @@ class GraphCode:
         )
 
     def check(self) -> None:
-        """Check that another rank can run the code: that has modules, and not the user's script.
+        """Check that a rank can run the code that has modules, but not the user's script.
 
         Raises:
-            NetworkError: an argument cannot be pickled, or something is of the script itself.
+            NetworkError: an argument cannot be pickled, or something is defined in the script
+                itself.
         """
         for _, name, target, args, kwargs in self.nodes:
             try:  # one by one, to say which it is
@@ -194,14 +209,14 @@ class GraphCode:
 def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Run a region under activation checkpointing.
 
-    This replaces TorchDynamo's own operation, which does not restore random generators for the
-    second run: it leaves that to a compiler.
+    In the code of stages this replaces TorchDynamo's own operation, which does not restore random
+    generators for the second run: it leaves that to a compiler.
 
     Args:
-        body: the region.
+        body: the region, as a function.
         args: its inputs, among them the parameters that it reads.
-        options: as in `torch.utils.checkpoint.checkpoint`; what is left of the reentrant kind since
-            the capture has no input that requires a gradient, and gives none.
+        options: as in `torch.utils.checkpoint.checkpoint`. With ``use_reentrant=True`` the region
+            runs without gradients: only regions that get none have this option here.
     """
     if options.pop("use_reentrant", False):
         with torch.no_grad():
@@ -217,13 +232,13 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def held_by(module: fx.GraphModule) -> dict[str, Any]:
-    """By name, the values of a graph's ``get_attr`` nodes: constants, nested graphs."""
+    """The values of a graph module's ``get_attr`` nodes (constants, nested graphs), by name."""
     names = [str(node.target) for node in module.graph.find_nodes(op="get_attr")]
     return {name: attrgetter(name)(module) for name in names}
 
 
 def _holder(attributes: Mapping[str, Any]) -> nn.Module:
-    """A module with these attributes, by dotted name, for the code of a graph to read."""
+    """Make a module with these attributes, by dotted name, for the code of a graph to read."""
     root = nn.Module()
     for name, value in attributes.items():
         owner = root
@@ -297,7 +312,7 @@ _OTHER_PLACES = (
     "_operator",
     "torch._numpy",
 )
-"""Modules that have functions whose ``__module__`` names another one."""
+"""Modules to look for functions whose ``__module__`` names another module."""
 
 
 def _candidates(function: Any) -> Iterable[str]:
@@ -329,7 +344,7 @@ def _is_of_script(target: str) -> bool:
 
 
 def function_named(name: str) -> Any:
-    """The function with a name from `qualified_name`.
+    """Find the function that has a name from `qualified_name`; may import its module.
 
     Raises:
         NetworkError: there is none on this rank.
@@ -356,7 +371,7 @@ def function_named(name: str) -> Any:
 
 
 def stable(value: Any) -> str:
-    """A text for a value in a graph that is the same in every process."""
+    """A text for a value in a graph that is the same in every process (no addresses of objects)."""
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, tuple | list):

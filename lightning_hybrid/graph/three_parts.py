@@ -41,18 +41,26 @@ NO_LOSS = (
     "it returns no loss. Compute the loss in the network, from labels that it is given, to keep as "
     "many micro-batches alive as there are stages, and not all of them"
 )
-"""Why no backward begins inside of the call of a network without a tail."""
+"""Why no backward begins before the end of a call, for a network without a tail."""
 
 RunGraph = Callable[..., Sequence[Any]]
-"""Computes a graph from its arguments, and from its `LossOfCall` if its samples have one."""
+"""A function that computes a graph (first argument) from the graph's arguments (second).
+
+Where each micro-batch has a share of a loss, the third argument is the `LossOfCall`.
+"""
 
 
 class Divided:
-    """A captured graph, divided in three parts if samples meet in it.
+    """A captured graph, divided into three parts if samples meet in it.
+
+    The driver computes the prologue and the tail for all samples; the heavy part between them goes
+    through the stages in micro-batches. Making an object changes ``graph`` (and `heavy`): it notes
+    whether batches may be split, where the samples are, and whether micro-batches have shares of a
+    loss.
 
     Args:
         graph: as captured.
-        divides: whether it may be divided.
+        divides: whether it may be divided; if not, nothing is looked at.
         draws: whether the heavy part may draw random numbers, for each micro-batch by itself.
         shares: whether to look for a loss of which each micro-batch has a share.
 
@@ -102,11 +110,16 @@ class Divided:
             heavy.no_shares = str(error)
 
     def __call__(self, values: Sequence[Any], run: RunGraph) -> Sequence[Any]:
-        """What the graph returns, if it is divided.
+        """Compute a graph that is divided: the prologue, the heavy part by ``run``, and the tail.
+
+        Must be called only if ``heavy.divided``.
 
         Args:
             values: the arguments of the graph.
-            run: computes the heavy part.
+            run: computes the heavy part, from its graph and its arguments (and its loss).
+
+        Returns:
+            What the whole graph returns.
         """
         graph = self._graph
         # The three parts, each from the values of those before it. Prologue and tail run under
@@ -130,7 +143,11 @@ class Divided:
 
 
 def _lasting_change(graph: NetworkGraph) -> str | None:
-    """A change that the next micro-batch would see, which no division could mend, in words."""
+    """Why the network cannot be divided at all, in words; ``None``: nothing speaks against it.
+
+    It changes a parameter or buffer that is no running statistic, so that the next micro-batch
+    would see the change; or it is not known what an operation does.
+    """
     for layer in graph.layers:
         where = f"{layer.module}.{layer.name}".removeprefix(".")
         other = [name for name in layer.written if not is_running_statistic(graph.network, name)]
@@ -142,7 +159,12 @@ def _lasting_change(graph: NetworkGraph) -> str | None:
 
 
 def _divide(graph: NetworkGraph, draws: bool) -> _Parts:
-    """The best way to divide a graph: one without a tail, else the first without a problem."""
+    """Find the best way to divide a graph: one without a tail, else the first without a problem.
+
+    Args:
+        graph: the captured network.
+        draws: as for `Divided`.
+    """
     # Follow the samples: first with all sizes as the batch's that were equal in the first call,
     # then with that of the first input alone: an input may have the batch's size by accident
     # (weights of as many classes).
@@ -157,7 +179,11 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Parts:
 def is_running_statistic(network: nn.Module, name: str) -> bool:
     """Whether a buffer of a network is a running statistic of batch normalisation.
 
-    Such a buffer may be written by each micro-batch: statistics are a micro-batch's.
+    Each micro-batch may change such a buffer, as statistics are those of a micro-batch.
+
+    Args:
+        network: the network.
+        name: dotted name of a parameter or buffer.
     """
     owner, _, key = name.rpartition(".")
     known = key in ("running_mean", "running_var", "num_batches_tracked")
@@ -165,7 +191,7 @@ def is_running_statistic(network: nn.Module, name: str) -> bool:
 
 
 class _Parts:
-    """Which nodes of a graph are in which of its three parts.
+    """Assigns the nodes of a graph to its three parts, and says whether that division may be used.
 
     Args:
         graph: the captured network.
@@ -173,11 +199,11 @@ class _Parts:
         draws: as for `Divided`.
 
     Attributes:
-        prologue: nodes whose results the heavy part takes, computed for all samples before it.
-        early: these, and all nodes that they are computed from.
-        tail: nodes that are computed for all samples after it.
+        prologue: nodes that are computed for all samples before the heavy part.
+        early: the prologue, and all nodes that it is computed from.
+        tail: nodes that are computed for all samples after the heavy part.
         heavy: nodes of the heavy part, and all nodes that they are computed from.
-        taken: nodes of the heavy part that the tail or the caller takes.
+        taken: nodes whose values the heavy part returns, for the tail or the caller, in order.
         problem: why the graph must not be divided like this, in words; ``None``: it may.
     """
 
@@ -199,8 +225,9 @@ class _Parts:
         self.tail = tail - drawn
         self.prologue = followed.prologue | drawn
         self.early = self.behind(self.prologue)
-        # 2. The heavy part: all that others take of it, and all other layers that treat samples one
-        #    by one; these may write (running statistics) though nobody takes what they return.
+        # 2. The heavy part: all that the tail or the caller takes, and all other layers that treat
+        #    samples one by one, as these may write (running statistics) though nothing takes their
+        #    results.
         wanted = {*outputs, *(taken for node in self.tail for taken in node.all_input_nodes)}
         wanted -= self.tail | self.prologue
         # (inputs, and numbers that follow from sizes, need not come from the heavy part)
@@ -209,7 +236,7 @@ class _Parts:
         beside = self.tail | self.early
         own = [n for n in self.layers if n not in beside and not followed.meets(n)]
         self.heavy = self.behind([*own, *self.taken], stop=self.prologue)
-        # 3. Whether that is worth it (stages wait while the driver computes), and right.
+        # 3. Whether this division is worth it (stages wait while the driver computes), and right.
         share = self._share(beside)
         if share > LIGHT:
             beside = self.tail | self.prologue
@@ -218,7 +245,10 @@ class _Parts:
             self.problem = self._mistake()
 
     def summary(self) -> str:
-        """How the network is divided, as in `NetworkGraph.split_by`."""
+        """Say in a few words how the network is divided, such as "proof, tail 0.3%".
+
+        See `NetworkGraph.split_by`.
+        """
         words = ["proof"]
         for name, nodes in (("prologue", self.early), ("tail", self.tail)):
             if any(node in self.layers for node in nodes):
@@ -229,12 +259,17 @@ class _Parts:
         return node in self.layers and self.layers[node].effects.random
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that a node takes, and those that wrote to the memory of these before."""
+        """The inputs of a node, and the nodes that have changed these in place before it runs."""
         taken = node.all_input_nodes
         return [*taken, *(w for n in taken for m in self._memory(n) for w in self._before(node, m))]
 
     def _before(self, node: fx.Node, memory: int) -> list[fx.Node]:
-        """The nodes that write to a memory before a node runs."""
+        """All nodes earlier in the graph than ``node`` that change this memory in place.
+
+        Args:
+            node: the node.
+            memory: the number of the memory, as in `Effects.writes`.
+        """
         return [w for w in self.writers.get(memory, ()) if self.order[w] < self.order[node]]
 
     def _memory(self, node: fx.Node) -> frozenset[int]:
@@ -244,18 +279,25 @@ class _Parts:
         return frozenset() if layer is None else layer.effects.results
 
     def behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-        """These nodes and all nodes that they are computed from; none of ``stop``, nor beyond."""
+        """These nodes and all nodes that they are computed from, except beyond the nodes ``stop``.
+
+        Neither the nodes ``stop`` nor nodes that only these are computed from are among them.
+        """
         start = (node for node in nodes if node not in stop)
         return reached(start, lambda node: (n for n in self._made_of(node) if n not in stop))
 
     def _tail(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
-        """The nodes that must be computed of all samples at once, if an output needs them."""
+        """The nodes that must be computed for all samples at once, as far as outputs need them.
+
+        Args:
+            outputs: the nodes that the network returns.
+        """
         changed = {w for n in outputs for m in self._memory(n) for w in self.writers.get(m, ())}
         given = {m for n in self.graph.place for m in self._memory(n)}
 
         def following(node: fx.Node) -> Iterable[fx.Node]:
             yield from (n for n in self._made_of(node) if self._belongs(n) or self._is_early(n))
-            # what it computes for itself changes as in the graph (inputs are changed by stages)
+            # what the tail computes for itself is changed as in the graph (stages change inputs)
             for taken in filter(self._is_early, node.all_input_nodes):
                 for memory in self._memory(taken) - given:
                     yield from self._before(node, memory)
@@ -263,12 +305,18 @@ class _Parts:
         return reached(filter(self._belongs, (*outputs, *changed)), following)
 
     def _is_early(self, node: fx.Node) -> bool:
-        """Whether the tail computes a node for itself, from the inputs."""
+        """Whether the tail, if it takes a node, computes it again from the inputs.
+
+        That is so for nodes computed from inputs alone, but for inputs and for the prologue.
+        """
         early = node in self.followed.early and node not in self.followed.prologue
         return early and not _is_given(node)
 
     def _belongs(self, node: fx.Node) -> bool:
-        """Whether the tail computes a node that it takes, or that is returned."""
+        """Whether a node that the tail takes, or that the network returns, is in the tail.
+
+        It is if samples have met in it, or if results of micro-batches for it could not be joined.
+        """
         if _is_given(node):
             return False
         writes = self.layers[node].effects.writes if node in self.layers else frozenset()
@@ -283,7 +331,7 @@ class _Parts:
         return node not in self.graph.info and not node.meta.get("scalar")
 
     def _mistake(self) -> str | None:
-        """Why these three parts would not compute what the graph does."""
+        """Why these parts would not compute what the graph does, in words; ``None``: they do."""
         tail = self.tail
         prologue = self.prologue
         early = self.early
@@ -316,7 +364,7 @@ class _Parts:
         return next(filter(None, map(self._of_taken, (*self.taken, *prologue))), None)
 
     def _of_draws(self) -> str | None:
-        """Why these parts would not draw the random numbers that the graph does."""
+        """Why these parts would draw other random numbers than the graph; ``None``: they do not."""
         # (the driver draws the prologue's numbers first, wherever they are in the graph)
         random = [node for node in self.order if self._is_random(node)]
         own = [node for node in random if node in self.heavy and node not in self.early]
@@ -329,7 +377,13 @@ class _Parts:
         return None
 
     def _of_beside(self, node: fx.Node, own: Collection[fx.Node], twice: bool) -> str | None:
-        """Why the driver cannot compute a node for all samples."""
+        """Why the driver cannot compute an operation for all samples, in words; ``None``: it can.
+
+        Args:
+            node: the operation, of the prologue or the tail.
+            own: all nodes that the driver computes with it.
+            twice: whether the heavy part computes it too.
+        """
         effects = self.layers[node].effects
         if twice and (effects.random or effects.writes):
             return "its result is used for single samples too"
@@ -341,7 +395,13 @@ class _Parts:
         return None if effects.ambient else "it is in a transformation of functions"
 
     def _of_taken(self, node: fx.Node) -> str | None:
-        """Why a node's results in micro-batches cannot be joined to one for all samples."""
+        """Why a node's results in micro-batches cannot be joined, or cannot be sent to the driver.
+
+        In words; ``None``: they can.
+
+        Args:
+            node: a node in `taken`, or of the prologue.
+        """
         graph, label = self.graph, self.followed.label(node)
         if isinstance(label, Rows) and label.outer != 1:
             return f"samples lie inside of a dimension of {graph.place_of(node)}"
@@ -358,11 +418,11 @@ class _Parts:
         return sum(load for node, load in loads.items() if node in nodes) / total
 
     def _said(self, nodes: Iterable[fx.Node], then: str) -> str:
-        """A message that names where samples meet first, in these nodes or those behind them.
+        """A message for the user: where samples meet first, and why the graph is not divided there.
 
         Args:
-            nodes: these.
-            then: why the graph is not divided there.
+            nodes: the place is looked for among these and the nodes that they are computed from.
+            then: the end of the sentence "samples meet in ..., and ...".
         """
         why = self.followed.why
         node = min(
@@ -391,7 +451,13 @@ class _Parts:
 
 
 def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -> None:
-    """Note in a graph where samples are in inputs and outputs, and that batches may be split."""
+    """Note in a graph where samples are in its inputs and outputs, and that batches may be split.
+
+    Args:
+        heavy: the graph that goes through the stages; changed.
+        parts: the division of the captured graph.
+        copies: per node of the captured graph, the same node in ``heavy``.
+    """
     originals = {copy: node for node, copy in copies.items()}  # (clones of weights have none)
 
     def label(node: fx.Node) -> Rows | None:
@@ -408,7 +474,9 @@ def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -
 
 
 class Beside:
-    """A part of a graph (prologue, tail) that the driver computes like code around the network.
+    """A part of a graph (prologue, tail) that the driver computes, outside of the stages.
+
+    Autograd sees its operations like those of the code around the network.
 
     Args:
         graph: the captured network.
@@ -430,21 +498,28 @@ class Beside:
         self._code = GraphCode.of(code, graph.attributes, graph.device).function(graph.device)
 
     def __call__(self, found: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-        """The values of the nodes ``returned``, from the values of nodes outside of this part."""
+        """Compute this part; returns the value of each of the nodes ``returned``.
+
+        Args:
+            found: per node its value, at least for all nodes outside of this part that it takes.
+        """
         if not self._returned:
             return {}
         return dict(zip(self._returned, self._code(*[found[n] for n in self._taken])))
 
 
 class _LossInside:
-    """A tail that is a loss of which each micro-batch has a share, and what follows that loss.
+    """A tail that computes a loss of which each micro-batch has a share, and what follows from it.
+
+    (The tail is what a network computes for all samples after the stages. A share has the terms of
+    one micro-batch's samples.)
 
     Args:
         graph: the captured network.
-        parts: its parts.
+        parts: its division into three parts.
 
     Raises:
-        NoSum: the tail is something else, or more.
+        NoSum: the tail is not such a loss, or computes more than what follows from the loss.
     """
 
     def __init__(self, graph: NetworkGraph, parts: _Parts) -> None:
@@ -463,23 +538,42 @@ class _LossInside:
         self._rest = Beside(graph, tail, [n for n in outputs if n not in stop])
 
     def of(self, found: dict[fx.Node, Any], values: Sequence[Any]) -> LossOfCall:
-        """The loss of a call, from what is found before the heavy part, and its arguments."""
+        """Prepare the loss of a call, before the stages run; returns what computes its shares.
+
+        Args:
+            found: the values of inputs and of the prologue, per node.
+            values: the arguments of the captured graph.
+        """
         return self._loss.of(found | self._known(found), values)
 
     def rest(self, found: Mapping[fx.Node, Any], value: Tensor) -> dict[fx.Node, Any]:
-        """What the tail returns, from the loss."""
+        """Compute the outputs of the tail from the value of the loss; returns them per node.
+
+        Args:
+            found: the values of inputs, of the prologue and of the heavy part, per node.
+            value: the loss, a scalar.
+        """
         loss = {self._loss.node: value}
         return loss | self._rest({**found, **loss})
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a node is an input or a constant, or a number or shape that follows from sizes."""
+    """Whether a node needs no part: an input, a constant, or a number or shape from sizes alone."""
     follows = node.meta.get("number") or node.meta.get("shape")
     return node.op in ("placeholder", "get_attr") or bool(follows)
 
 
 def _heavy_part(graph: NetworkGraph, parts: _Parts) -> tuple[list[fx.Node], NetworkGraph]:
-    """The nodes that the heavy part takes as inputs, in order, and its graph."""
+    """Make the graph of the heavy part.
+
+    Args:
+        graph: the captured network.
+        parts: its division into three parts.
+
+    Returns:
+        The nodes of ``graph`` whose values the heavy part takes as arguments, in order, and the
+        graph of the heavy part.
+    """
     nodes = list(graph.graph.nodes)
     # 1. It takes inputs (also those that tell sizes) and results of the prologue.
     inputs = {n for n in parts.heavy if n.op == "placeholder"} | {*parts.taken} & {*graph.place}
