@@ -596,7 +596,10 @@ class Arrangements:
         return self.recut(replace(genes, copies=tuple(copies)))
 
     def _divided(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """A random move: a replica more or less, or half as many of twice the stages, or reverse."""
+        """A random move: one replica more or less; or two become one, or one becomes two.
+
+        Where replicas are joined or split, the number of stages of a replica is doubled or halved.
+        """
         kind, stages = int(rng.integers(4)), len(genes.copies)
         if kind < 2:
             more = 1 if kind == 0 or genes.replicas == 1 else -1

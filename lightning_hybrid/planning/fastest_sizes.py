@@ -60,7 +60,7 @@ class Machine:
         return replace(cluster, rates=self.rates, bandwidth_bytes_per_s=bandwidth)
 
     def described(self, present_bytes: int = 0) -> ClusterDescription:
-        """Describe the devices for `rank_shapes`: as a cluster whose devices are joined by equal links.
+        """Describe the devices for `rank_shapes`: as a cluster in which all links are equal.
 
         Args:
             present_bytes: bytes of the networks that were on each device when its free memory was
@@ -110,7 +110,7 @@ class ChosenSizes:
     alone_s: float
 
     def describe(self) -> str:
-        """Describe the choice to the user: the sizes, their predicted time, and the next best ones."""
+        """Describe the choice to the user: sizes, their predicted time, and the next best sizes."""
         best = self.best
         lines = [f"Chosen for {len(best.arrangement.used)} devices: {_predicted(best)}"]
         for other in self.others[:2]:
