@@ -61,7 +61,7 @@ class Site:
 
     @property
     def limits(self) -> tuple[int, ...] | None:
-        """Bytes that each device of a replica may use for the network, by its index; None: not known."""
+        """Bytes that each device of a replica may use, by its index in it; None: not known."""
         limits = None if self.cluster is None else self.cluster.memory_limits
         # the network itself was in memory when free memory was read: add its size again
         left = remaining(limits, self.beside)
@@ -402,7 +402,7 @@ def plan_by_schedule(
 ) -> Plan:
     """Make a plan with the given schedule, or choose one under `auto`.
 
-    Under `auto` fill-drain is compared with `zero_bubble` or `looped`, and the shorter step wins.
+    Under `auto` it is fill-drain, or `zero_bubble` or `looped` if its step is shorter by `MARGIN`.
     Delayed schedules are never chosen, since they change the training; nor are other streamed ones,
     whose demands on the training step a plan cannot check.
 

@@ -243,7 +243,7 @@ def _cuts_of_copies(
 
 
 def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
-    """Predict the seconds of a step; under a streamed schedule, those from one batch to the next."""
+    """Predict the seconds of a step; under a streamed schedule, from one batch to the next."""
     if schedule == INSIDE:
         return inside_s(costs, microbatches)
     if schedule not in STREAMED:
@@ -339,13 +339,16 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
 def _chain_or_loop(
     problem: StepProblem, settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
-    """Search for the best chain and the best loop, for backwards inside of calls; take the faster one.
+    """Search for the best chain and the best loop; take the one with the shorter step.
 
-    In a loop such backwards take as long as under fill-drain. Other free placements, under which
-    they take longer, are not tried.
+    It is for backwards inside of calls. In a loop such backwards take as long as under fill-drain.
+    Other free placements, under which they take longer, are not tried.
 
     Returns:
         As `_best`.
+
+    Raises:
+        PlanError: neither a chain nor a loop is possible.
     """
     loop: tuple[list[int], list[int], str] | None = None
     with suppress(PlanError):  # for instance too few partitions
@@ -474,7 +477,7 @@ def _allocated(
 
 
 def _cut_costs(problem: StepProblem) -> list[float]:
-    """For each partition but the last the seconds of the messages of a micro-batch that a cut after it costs.
+    """For each partition but the last, the seconds of a micro-batch's messages if a cut follows it.
 
     Activations and gradients are of one size; all links are taken to be equal.
     """
