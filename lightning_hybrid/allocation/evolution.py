@@ -23,7 +23,10 @@ Genes = TypeVar("Genes", bound=Hashable)
 
 
 class SearchSpace(Protocol[Genes]):
-    """A space of candidates (genes) to search. Genes are hashable and never changed in place."""
+    """What `evolve` searches: candidates (genes), their cost, and moves between them.
+
+    Genes must be hashable, and are never changed in place.
+    """
 
     def random(self, rng: np.random.Generator) -> Genes:
         """Make a random candidate; feasible if possible."""
@@ -124,7 +127,7 @@ def run_counted(
                 raise _Spent  # all there is has been seen, or nearly
             return known[genes]
         if len(history) == evaluations:
-            raise _Spent  # out of the search, which need not count
+            raise _Spent  # ends the search, which need not count by itself
         value = known[genes] = space.cost(genes)
         if not history or value < history[-1]:
             best = genes

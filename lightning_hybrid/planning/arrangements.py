@@ -447,7 +447,7 @@ class Arrangements:
         if drawn < 0.3:
             used = rng.permutation(used).tolist()
         elif drawn < 0.65:
-            # neighbours have a stage in all replicas, so that its all-reduce is within hosts
+            # neighbouring devices get one stage in all replicas: its all-reduce stays within hosts
             used.sort()
         # copies of a stage wait for the slowest one: in all replicas they are of about one speed
         stages = [owners_of(genes.copies)[k] for k in rng.permutation(len(genes.copies))]

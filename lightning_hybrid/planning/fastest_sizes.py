@@ -67,7 +67,7 @@ class Machine:
                 read; they count as free, since a rank frees what other ranks own.
         """
         devices, count = self.devices, len(self.devices)
-        # those of the shape that has the most, which is not known yet
+        # the shape is not known yet: communicators of the one that has the most
         most = max(communicators(count // s, s) for s in range(1, count + 1) if count % s == 0)
         memory = [memory_of_rank(device, devices, most) for device in devices]
         return ClusterDescription(
@@ -159,7 +159,7 @@ def fastest_sizes(
         PlanError: no sizes are allowed, or the networks fit into memory with none of them.
     """
     tables = [cache(network) for network in networks]
-    # the slices of so many samples
+    # the costs for micro-batches of so many samples, by their number
     costs = [cache(lambda samples, t=table: t(-(-batch // samples))) for table in tables]
     shapes = rank_shapes(costs, machine.described(present_bytes), batch, asked)
     if not shapes:

@@ -317,7 +317,7 @@ class _Partition:
             return forward_s, 0.0
         ones = [torch.ones_like(result) for result in results]
         start = self.clock()
-        # an input may not contribute to the outputs
+        # possibly an input does not contribute to the outputs
         torch.autograd.grad(results, needed, ones, allow_unused=True)
         return forward_s, self.clock() - start
 

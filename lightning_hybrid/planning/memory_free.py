@@ -22,8 +22,8 @@ Limit = tuple[str, int]
 share a limit if its name is the same for them."""
 
 _FILES = {
-    # files of limit and use, and a prefix of counters in memory.stat: in version 1 those without it
-    # leave out the groups below
+    # by version of cgroups: files with the limit and the use, and prefix of the counters in
+    # memory.stat (in version 1, counters without the prefix leave out the groups below)
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }

@@ -79,14 +79,14 @@ def held_in_training(
     # all micro-batches of a batch go forward before the first one goes backward; but a single stage
     # runs the backward of each before the next one's forward
     most = 1 if way.stages == 1 else way.microbatches
-    # backwards that run inside of a call leave gradients aside, until the loss has one
+    # backwards inside of a call keep a second set of gradients, until the loss has its gradient
     aside = 0
     if settings.schedule == INSIDE and way.stages > 1:
         most, aside = min(way.stages, way.microbatches), 1
-        # of a loop, whose first device begins with more: see `interleaved`
+        # in a loop the first device begins with more micro-batches: see `interleaved`
         if not settings.contiguous:
             most = min(most_in_loops(way.stages, way.microbatches), way.microbatches)
-    kept_inputs = copies = 0  # copies of the weights of a stage
+    kept_inputs = copies = 0  # number of copies of a stage's weights
     if way.recompute:
         most, kept_inputs = 1, most * widest
     if streamed is not None:

@@ -82,7 +82,7 @@ class Plan:
     the runtime and the report. It refers to no process and no tensor.
 
     Attributes:
-        replicas: number of chains that each hold the whole network.
+        replicas: number of chains of stages that each hold the whole network.
         stages: number of stages of a replica.
         microbatches: number of micro-batches of a replica's batch.
         schedule: name of the schedule.
@@ -99,16 +99,17 @@ class Plan:
         split: numbers of the stages whose backward is split, under a schedule of `SPLITTING`. None:
             under `zero_bubble` all but the first, under `1f1b` none.
         recompute: whether activations are recomputed in the backward instead of being kept.
-        split_by: how it is known that samples do not meet in the network, so that batches may be
-            split into micro-batches, and what of it is computed for all samples together. Empty:
-            batches are not split.
-        tried: operations for which this was not proven but only tried, on random numbers.
+        split_by: how it is known that the network computes each sample by itself, so that batches
+            may be split into micro-batches, and which part of it is computed for all samples
+            together. Empty: batches are not split.
+        tried: operations that were not proven to compute each sample by itself, but only tried, on
+            random numbers.
         rows: contents and costs of each stage; empty when the network was not profiled.
         predicted_step_s: predicted seconds of one optimizer step; None when nothing was profiled.
-        objective: what the allocation has minimised.
+        objective: what the allocation has optimised: `step`, `makespan` or `profit`.
         allocation: search that chose the cuts: `gabra`, `exact`, `dynamic` (the dynamic programme
-            for the shortest step of a chain), `merging`, `descent` (for looped schedules),
-            `balanced` (whose slowest stage is the fastest), or `given`.
+            for the shortest step of a chain), `merging`, `descent` (for looped schedules, and
+            stages with copies), `balanced` (cuts whose slowest stage is the fastest), or `given`.
         seed: seed of the allocation.
         version: version of the JSON format.
 

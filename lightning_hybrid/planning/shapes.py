@@ -117,7 +117,7 @@ class ShapeRequest:
             Pairs: whether activations are recomputed, and whether backwards run inside of calls.
         """
         recompute: bool | str = self.settings.recompute if size > 1 else False
-        # one micro-batch would hold as much as before
+        # with one micro-batch recomputation saves no memory
         both = (False, True) if slices > 1 else (False,)
         again = both if recompute == "auto" else (bool(recompute),)
         may = size > 1 and slices > 1 and self.settings.may_go_inside and any(self.inside)
@@ -132,11 +132,11 @@ class ShapeRequest:
             size: number of devices of a replica; with one device there is one micro-batch.
             batch: number of samples in a replica's batch.
         """
-        if size == 1:  # nobody to overlap them with
+        if size == 1:  # there is no other stage to overlap with
             return [1]
         if self.microbatches is not None:
             return [self.microbatches]
-        # micro-batches of two samples at least, if possible: one may take a slow path
+        # two samples at least, if possible: kernels may take a slow path for a single one
         limit = max(batch // 2, min(batch, 2))
         tried = {2, size, 2 * size, 4 * size, *_divisors(batch, 4 * size)} - {1}
         return [1, *filter(self.splits, (m for m in sorted(tried) if m <= limit))]
@@ -309,8 +309,8 @@ def _plain(
     for place, guess in enumerate(guesses):
         if not guess.fits:
             break
-        # Measuring takes seconds, and what is left would not be better. (A stream of batches has no
-        # fill and drain, which are in the guesses.)
+        # Measuring takes seconds, and the shapes that are left are not better even as estimated.
+        # (Estimates do not compare streams of batches, which have no fill and drain.)
         streamed = asked.settings.schedule in STREAMED
         if known and not streamed and _rank(guess) >= min(map(_rank, known)):
             break
@@ -598,7 +598,7 @@ def _fit(space: Arrangements, genes: Arrangement) -> Fit:
     problem = space.whole(genes)
     way = space.way(genes)
     fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)
-    # the problem has taken what is crossing away
+    # `problem_of` has taken the inputs kept for recomputation off the limits: add them again
     kept = way.recompute * way.alive / way.microbatches * fit.crossing_bytes
     return replace(fit, limits=[limit + kept for limit in problem.memory_limits])
 
@@ -615,7 +615,7 @@ def _copied(space: Arrangements, plain: Arrangement) -> Iterator[Shape]:
     for cuts in [(k,) for k in range(1, size)] + [*combinations(range(1, size), 2)]:
         copies = tuple(b - a for a, b in pairwise((0, *cuts, size)))
         genes = space.recut(replace(plain, copies=copies)) if max(copies) > 1 else None
-        # of what does not fit, the chain of as many devices says what lacks
+        # shapes that do not fit are left out: the chain on as many devices says what lacks
         if genes is not None and space.equal_s(genes) < float("inf"):
             yield _shape(space, genes, "balanced", equal=True)
 

@@ -234,7 +234,7 @@ class _SimulatedStep:
         self._events: list[Event] = []
 
     def timeline(self, order: Order) -> Timeline:
-        """Simulate the instructions, then all-reduces and optimizer steps."""
+        """Simulate the instructions in this order, then all-reduces and optimizer steps."""
         for place, step, other in order:
             self._take(place, step, other)
         reduced_s, steps_s = [0.0] * len(self._clock_s), [0.0] * len(self._clock_s)

@@ -1,7 +1,8 @@
 """Compute the time of a step of fill-drain by a formula, as `simulate` does by events, but faster.
 
 Letters: S stages, M micro-batches, f_k and b_k seconds of forward and backward of stage k for one
-micro-batch, c_k seconds in which such a message occupies the link after stage k, l_k its latency.
+micro-batch, c_k seconds for which the message of a micro-batch occupies the link after stage k, l_k
+further seconds until it arrives (latency).
 
 **Every stage on a device of its own.** Devices and links are then a row of servers that each take
 constant time for a micro-batch, so that micro-batch m leaves server s after the sum of the times up
@@ -12,8 +13,9 @@ to s and m times the largest of them. With sums over what lies in between ::
     step      max_k ( max(E_k, E_k - b_k + reduce_k) + step_k )
 
 The all-reduce of a stage overlaps its last backward. This takes O(S). A stage whose backward is
-split sends a micro-batch on after b_k and takes the next one after b_k + w_k: w_k is in the maximum
-and not in the sum, and the stage ends w_k later, which its all-reduce overlaps.
+split sends a micro-batch on after b_k and takes the next one after b_k + w_k, with w_k seconds for
+the weight part: w_k is in the maximum and not in the sum, and the stage ends w_k later, which its
+all-reduce overlaps.
 
 **Stages that share devices** (looped schedules, free placements) take turns in the order of their
 ticks, see `schedules.merged`. The recursion goes through the (stage, micro-batch) pairs in that

@@ -27,7 +27,7 @@ DEALS = ("gpipe", "zero_bubble")
 
 
 class StageCopy(NamedTuple):
-    """One copy of a stage: the stage's number, and the number of the copy. Each is on one rank."""
+    """One copy of a stage: the number of the stage, and the number of the copy among its copies."""
 
     stage: int
     number: int
@@ -39,8 +39,9 @@ class StageCopy(NamedTuple):
 DealtLists = tuple[tuple[tuple[Instruction, ...], ...], ...]
 """By stage and copy, the list of instructions of the copy."""
 
-# Instructions of a stage that collects outputs which come before those of the copy on the same
-# device, since other ranks wait for them; the rest waits for other ranks, and comes after.
+# Kinds of instructions of the stage that collects outputs. On its device these kinds come before
+# the instructions of the copy, since other ranks wait for them; all others come after, since they
+# wait for other ranks.
 _BEFORE = frozenset(
     {
         InstructionKind.SEND_INPUT,

@@ -143,7 +143,7 @@ Lists = tuple[tuple[Instruction, ...], ...]
 P = TypeVar("P", bound=Hashable)
 
 PlacedInstruction = tuple[int, Instruction]
-"""Number of a stage and an instruction of it, in the list of a device that may have several stages."""
+"""A stage's number and an instruction of that stage: the entries of a device's list."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def _steps(
     for place, m in enumerate(order):
         for n in order[place + ahead :][:1]:
             steps += _forward(stage, stages, n)
-        if m == order[-1] and delay is None:  # (what is averaged beside it is complete with it)
+        if m == order[-1] and delay is None:  # (it completes the gradients)
             steps += _backward(stage, stages, m, reduces=True)
         else:
             steps += _backward(stage, stages, m)

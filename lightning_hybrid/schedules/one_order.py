@@ -135,7 +135,7 @@ def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[StageCop
             wait for each other for ever.
     """
     averages: dict[int, int] = {}
-    # (each round moves the stages whose copies wait for those that the round before has moved)
+    # (each round delays stages whose copies wait for stages that the round before has delayed)
     for _ in range(2 + len({place.stage for steps in lists for place, _ in steps})):
         devices, later = _timed(lists, peer, averages)
         if later == averages:
