@@ -80,7 +80,7 @@ class Labels:
         partitions do not repair.
 
         Raises:
-            AllocationError: see `strewn`.
+            AllocationError: no assignment within the limits was found.
         """
         if self._cuts_cost and rng.random() < 0.5:
             genes = self._chain(rng)
@@ -215,7 +215,7 @@ class Labels:
             genes, now = changed[best], after
 
     def _judged(self, assignments: Ints) -> tuple[Floats, Floats]:
-        """Judge assignments, shape (b, n), by two numbers: smaller is better, the first first.
+        """Judge assignments, shape (b, n), by their cost, and then by how unequal the times are.
 
         Returns:
             (b,) costs, infinite if infeasible; and (b,) sums of the squared times of the devices,

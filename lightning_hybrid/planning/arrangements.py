@@ -314,7 +314,16 @@ class Arrangements:
         share: int,
         replica: int | None,
     ) -> StepProblem:
-        """The step problem of one replica; None: of the slowest devices of all replicas."""
+        """Make the step problem of the chain of one replica, or of the slowest of all replicas.
+
+        Args:
+            used: numbers of the devices, replica by replica.
+            size: number of devices of a replica.
+            slices: number of micro-batches.
+            way: the sizes by which the memory of partitions is predicted.
+            share: samples that the replica takes in a step.
+            replica: number of the replica; None: each stage has its slowest device in all replicas.
+        """
         ring, links = self._rings(used, size), self._links(used, size)
         table = self.table(slices, len(used) // size, ring, way, share)
         return problem_of(table, self._picked(used), way, links, replica)

@@ -219,6 +219,8 @@ class _Programme:
     ) -> tuple[Floats, Ints, Ints] | None:
         """Find the labels of one state: stages from `stage` on, beginning with partition `start`.
 
+        A label has the five numbers F, f, B, b, W of the module for one choice of these stages.
+
         Args:
             stage: Number of the first of these stages.
             start: Number of its first partition.
@@ -248,13 +250,14 @@ class _Programme:
         return labels[kept], end[kept], before[kept]
 
     def _extended(self, stage: int, start: int, end: Ints, labels: Floats) -> Floats:
-        """Extend labels by a stage in front of them.
+        """Extend labels by a stage in front of their stages.
 
         Args:
             stage: Number of the stage.
             start: Number of its first partition.
             end: By label, the number after its last partition.
-            labels: Labels of the stages behind it.
+            labels: Labels of the stages behind it; a row has the numbers F, f, B, b, W of the
+                module.
 
         Returns:
             The extended labels, in the same order.
@@ -289,6 +292,11 @@ class _Programme:
         """For each label of a state, a lower bound of the step that it can lead to, in seconds.
 
         For stage 0, which has no stages in front, it is the time of the step itself.
+
+        Args:
+            stage: Number of the first stage that the labels include.
+            start: Number of its first partition.
+            labels: Labels; a row has the numbers F, f, B, b, W of the module.
         """
         total, largest, total_back, largest_back = self.fronts[stage][:, start]
         if not np.isfinite(total):  # no chain reaches this state
@@ -305,7 +313,8 @@ def _undominated(labels: Floats, more: int) -> Ints:
     Labels are compared block by block: with those kept of earlier blocks, then with each other.
 
     Args:
-        labels: Labels, the most promising ones first.
+        labels: Labels, the most promising ones first; a row has the numbers F, f, B, b, W of the
+            module.
         more: Number of micro-batches, less one.
 
     Returns:
@@ -324,7 +333,13 @@ def _undominated(labels: Floats, more: int) -> Ints:
 
 
 def _beaten(labels: Floats, by: Floats, more: int) -> NDArray[np.bool_]:
-    """Matrix of booleans: whether label i (row) is made superfluous by label j of `by` (column)."""
+    """Matrix of booleans: whether label i (row) is made superfluous by label j of `by` (column).
+
+    Args:
+        labels: Labels; a row has the numbers F, f, B, b, W of the module.
+        by: Labels that they are compared with.
+        more: Number of micro-batches, less one.
+    """
     d = by[None, :, :] - labels[:, None, :]
     forward = d[..., _F] + more * np.maximum(d[..., _FMAX], 0.0)
     backward = d[..., _B] + more * np.maximum(d[..., _BMAX], 0.0)

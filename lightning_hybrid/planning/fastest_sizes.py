@@ -52,8 +52,8 @@ class Machine:
         Args:
             replicas: number of replicas.
             stages: number of devices of each replica.
-            drivers: ranks that must be drivers, see
-                :func:`lightning_hybrid.planning.cluster.order_ranks`.
+            drivers: the ranks that must be drivers: one for each replica, rank 0 among them. Empty:
+                the speeds of the devices decide.
         """
         cluster = make_cluster(self.devices, replicas, stages, self.capacity, drivers)
         bandwidth = self.bandwidth_bytes_per_s
@@ -153,7 +153,8 @@ def fastest_sizes(
             partitions; a call may measure them.
         batch: number of samples in the batch of a single replica.
         asked: which sizes are open, and which are allowed.
-        present_bytes: see `Machine.described`.
+        present_bytes: bytes of the networks that were on each device when its free memory was read;
+            they count as free.
 
     Raises:
         PlanError: no sizes are allowed, or the networks fit into memory with none of them.

@@ -113,11 +113,11 @@ class Fit:
 
         Args:
             table: table of the network, whose sizes are for a micro-batch of ``way``.
-            way: see `Fit`, as for all other arguments.
-            limits: see `Fit`.
-            batch: see `Fit`.
-            may_recompute: see `Fit`.
-            may_go_inside: see `Fit`.
+            way: numbers of stages and micro-batches, and options that change the memory.
+            limits: (m,) bytes that each device may use, by its index in the replica.
+            batch: number of samples of a replica's batch.
+            may_recompute: whether the advice in an error may be recomputation.
+            may_go_inside: whether the advice may be that backwards run inside of calls.
         """
         whole = table.scaled(way.microbatches)
         return cls(

@@ -538,7 +538,7 @@ def _check_keys(cls: type[Any], record: Any, where: str) -> None:
         where: what the record describes, for the text of an error.
 
     Raises:
-        PlanError: see `check_fields`.
+        PlanError: `record` is no mapping, has an unknown field, or lacks a needed one.
     """
     needed = [field.name for field in fields(cls) if field.default is MISSING]
     check_fields(record, where, needed, [f.name for f in fields(cls) if f.name not in needed])

@@ -337,7 +337,8 @@ def plan_within(
         batch: number of samples of a replica's batch: if no placement fits, the error then says
             what would fit; None: it does not.
         trains: whether the network is trained.
-        cut_points: see :func:`plan_stages`.
+        cut_points: names of the first partitions of all stages but the first; None: the cuts are
+            searched for.
         inside: under schedule `auto`, the devices with the memory that is free if backwards run
             inside of calls, so that this is tried too; None: it is not.
 

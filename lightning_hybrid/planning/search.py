@@ -345,7 +345,8 @@ def _chain_or_loop(
     Other free placements, under which they take longer, are not tried.
 
     Returns:
-        As `_best`.
+        For each stage the number after its last partition; for each stage its device; and the name
+        of the search.
 
     Raises:
         PlanError: neither a chain nor a loop is possible.
@@ -374,7 +375,8 @@ def _within(
     Args:
         problem: the partitions and devices.
         settings: options of the user.
-        found: result of the search, as of `_best`.
+        found: for each stage the number after its last partition; for each stage its device; and
+            the name of the search.
 
     Returns:
         `found`.
@@ -397,7 +399,8 @@ def _shortest_step(
     """Search for the stages with the shortest predicted step.
 
     Returns:
-        As `_best`.
+        For each stage the number after its last partition; for each stage its device; and the name
+        of the search.
 
     Raises:
         PlanError: no placement fits into memory.
@@ -443,7 +446,8 @@ def _allocated(
     """Search for the stages of least makespan or most profit, by `allocation.allocate`.
 
     Returns:
-        As `_best`.
+        For each stage the number after its last partition; for each stage its device; and the name
+        of the search.
 
     Raises:
         PlanError: no placement fits into memory.

@@ -542,9 +542,10 @@ def plans_of(
 
     Args:
         shape: the shape.
-        costs_of: costs of the network, as they were given to `rank_shapes`.
-        cluster: the devices, likewise.
-        batch: samples of one replica in a step, likewise.
+        costs_of: function from samples per micro-batch to the costs of the network's partitions; as
+            given to `rank_shapes`.
+        cluster: the devices; as given to `rank_shapes`.
+        batch: samples of one replica in a step; as given to `rank_shapes`.
 
     Returns:
         One plan for each replica. All are equal, unless replicas have unequal shares: then

@@ -71,7 +71,9 @@ class DealtSchedule:
     def execute(
         self, lists: DealtLists, *, collects: bool = False
     ) -> Iterator[tuple[StageCopy, Instruction]]:
-        """Simulate `forward` or `backward` on all devices, as `instructions.execute` does.
+        """Simulate `forward` or `backward` on all devices at the same time.
+
+        Sends do not block, receives wait for their message. Nothing is computed.
 
         Args:
             lists: `forward` or `backward`.
@@ -82,7 +84,8 @@ class DealtSchedule:
             Copies and their instructions, in an order in which they may be run.
 
         Raises:
-            PlanError: see `instructions.execute`.
+            PlanError: a copy expects another message than the next one on the link, all copies wait
+                (deadlock), or messages are never received.
         """
         places = [StageCopy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
         devices = [*([place] for place in places[:-2]), places[-2:]] if collects else None
@@ -106,8 +109,8 @@ def together(lists: DealtLists, places: Sequence[StageCopy]) -> list[tuple[Stage
 
     Args:
         lists: Instructions by stage and copy.
-        places: What is on the device: one copy; or a copy, and then the stage that collects
-            outputs.
+        places: What is on the device: one copy; or a copy of the last stage with layers, and then
+            the stage without layers that collects the outputs of such copies.
 
     Returns:
         The device's instructions in order, each with the copy that it belongs to.
@@ -119,7 +122,7 @@ def together(lists: DealtLists, places: Sequence[StageCopy]) -> list[tuple[Stage
 
 
 def collected(copies: Sequence[int]) -> tuple[int, ...]:
-    """Add the stage that collects outputs, if the last stage has several copies.
+    """Add a stage that collects the network's outputs, if the last stage has several copies.
 
     The added stage has no layers and one copy, on the device of the last copy of the stage before:
     the driver.

@@ -188,16 +188,19 @@ def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[PlacedInstructio
 
 
 def execute_merged(lists: Sequence[Sequence[PlacedInstruction]]) -> Iterator[PlacedInstruction]:
-    """Simulate devices running at the same time, as `execute`; a device may have several stages.
+    """Simulate devices running at the same time; each device may have several stages.
+
+    Sends do not block, receives wait for their message. Nothing is computed.
 
     Args:
         lists: By device, its instructions, each with the number of its stage.
 
     Yields:
-        `(stage, instruction)` as `execute`.
+        `(stage, instruction)` in one of the orders in which they may run.
 
     Raises:
-        PlanError: see `execute`.
+        PlanError: a stage expects another message than the next one on the link, all devices wait
+            (deadlock), or messages are never received.
     """
     stages = 1 + max((stage for steps in lists for stage, _ in steps), default=0)
     yield from exchange(lists, lambda stage, step: step.peer(stage, stages), "stage {}".format)
@@ -208,10 +211,10 @@ def exchange(
     peer: Callable[[P, Instruction], P],
     shown: Callable[[P], str],
 ) -> Iterator[tuple[P, Instruction]]:
-    """Simulate devices running at the same time, as `execute_merged`, for places of any type.
+    """Simulate devices running at the same time; their instructions belong to places of any type.
 
     A place is a stage, or a copy of a stage. There is one queue of messages from each place to each
-    other one.
+    other one. Sends do not block, receives wait for their message. Nothing is computed.
 
     Args:
         lists: By device, its instructions, each with the place that it belongs to.
@@ -222,7 +225,8 @@ def exchange(
         `(place, instruction)` in one of the orders in which they may run.
 
     Raises:
-        PlanError: see `execute`.
+        PlanError: a place expects another message than the next one on the link, all devices wait
+            (deadlock), or messages are never received.
     """
     todo = [deque(steps) for steps in lists]
     links: dict[tuple[P, P], deque[Instruction]] = {}

@@ -76,7 +76,7 @@ def one_f_one_b(
 def _steps(
     stage: int, stages: int, order: Sequence[int], delay: int | None
 ) -> tuple[Instruction, ...]:
-    """Make the instruction list of a stage.
+    """Make the instruction list of a stage for one forward, one backward.
 
     Args:
         stage: number of the stage.

@@ -153,8 +153,8 @@ def _timed(
     """Give all instructions a time; see the module.
 
     Args:
-        lists: see `in_one_order`.
-        peer: see `in_one_order`.
+        lists: By device, its instructions, each with the copy of a stage that it belongs to.
+        peer: Function from a copy and its send or receive to the copy at the other end.
         averages: by stage, the tick at which its copies average, at the earliest.
 
     Returns:
