@@ -662,6 +662,13 @@ def starts_of(
     numbers of replicas, stages and stages per device are of one kind, if both or none have copies:
     otherwise those that differ in their copies alone would take all places.
 
+    Args:
+        space: arrangements of the network.
+        seeds: arrangements that are known to be good.
+        evaluations: limit of the whole breeding; one random shape is tried for every 25 of them, if
+            the cluster is too large to try every shape.
+        rng: random numbers.
+
     Returns:
         At most `_STARTS` arrangements, the best first.
     """

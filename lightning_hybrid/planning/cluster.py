@@ -192,8 +192,8 @@ def make_cluster(
         replicas: number of replicas.
         stages: number of ranks of a replica.
         given: relative speed of each rank, from the user; None: use the measured speeds.
-        drivers: the ranks that must be drivers: one for each replica, rank 0 among them. Empty: the
-            speeds decide.
+        drivers: the ranks that must be drivers (run the script): one for each replica, rank 0 among
+            them. Empty: the speeds decide.
 
     Raises:
         PlanError: the number of given speeds is not that of the devices, or a given speed is not a
@@ -406,8 +406,8 @@ def order_ranks(
         speeds: by rank, the speed of its device.
         replicas: number of replicas.
         stages: number of ranks of a replica.
-        drivers: the ranks that must be drivers: one for each replica, rank 0 among them. Empty: the
-            speeds decide.
+        drivers: the ranks that must be drivers (run the script): one for each replica, rank 0 among
+            them. Empty: the speeds decide.
 
     Returns:
         By index in the mesh (``replica * stages + pp_rank``), the rank.

@@ -52,8 +52,8 @@ class Machine:
         Args:
             replicas: number of replicas.
             stages: number of devices of each replica.
-            drivers: the ranks that must be drivers: one for each replica, rank 0 among them. Empty:
-                the speeds of the devices decide.
+            drivers: the ranks that must be drivers (run the script): one for each replica, rank 0
+                among them. Empty: the speeds of the devices decide.
         """
         cluster = make_cluster(self.devices, replicas, stages, self.capacity, drivers)
         bandwidth = self.bandwidth_bytes_per_s

@@ -262,7 +262,8 @@ class Plan:
     def devices_per_replica(self) -> int:
         """Number of devices of a replica.
 
-        It is the number of stages, each copy counted; and less if devices have several stages.
+        It is the number of stages, in which each copy counts; or less, if devices have several
+        stages.
         """
         return len({device for devices in self.owners for device in devices})
 

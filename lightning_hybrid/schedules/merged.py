@@ -86,7 +86,11 @@ def merge(lists: Lists, devices: Sequence[int]) -> Merged:
 
 
 def _ticks(lists: Lists) -> list[list[int]]:
-    """By stage, the ticks of its instructions; -1 for a send before the first computation."""
+    """By stage, the ticks of its instructions; -1 for a send before the first computation.
+
+    The tick is the time at which the instruction would run if every stage had its own device, and a
+    forward or a backward took one unit of time.
+    """
     clock = [0] * len(lists)
     arrivals: dict[tuple[int, int], deque[int]] = {}
     computed: list[deque[int]] = [deque() for _ in lists]
