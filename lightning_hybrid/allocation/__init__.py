@@ -1,4 +1,4 @@
-"""Allocate partitions to devices: the knapsack problem, GABRA, and chains."""
+"""Allocate partitions to devices: by a genetic algorithm (GABRA), or for chains by an exact one."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,13 +16,14 @@ __all__ = ["SLACK", "Breeding", "Floats", "Ints", "Problem", "allocate", "evolve
 
 @dataclass(frozen=True)
 class Allocation:
-    """A placement of the partitions.
+    """A placement of the partitions on devices, and its value.
 
     Attributes:
         assignment: for each partition the index of its device.
-        value: the objective: the makespan (smaller is better) or the profit z of Eq. 5 (larger is).
-        history: best value after each generation, the initial population first; one entry for a
-            chain.
+        value: the objective: the makespan (smaller is better) or the profit z of Eq. 5 (larger is
+            better).
+        history: best value after each generation, the initial population first; a single entry if a
+            chain was cut by dynamic programming.
     """
 
     assignment: tuple[int, ...]
@@ -35,16 +36,18 @@ def allocate(
 ) -> Allocation:
     """Place network partitions on devices.
 
-    A chain is cut as well as can be, by dynamic programming; free placements are searched for.
+    If `problem.contiguous`, the best chain is found by dynamic programming; if not, a genetic
+    algorithm searches for a good placement.
 
     Args:
         problem: The partitions and devices.
-        method: Search for free placements: `gabra`, the genetic algorithm, or `gabra-literal`, the
-            paper's algorithm as it is printed (see `literal` for additions).
+        method: Search for free placements: `gabra`, the genetic algorithm with improvements, or
+            `gabra-literal`, the paper's algorithm as it is printed (see `literal` for additions).
         seed: Seed of the genetic algorithm; the same seed gives the same result.
 
     Raises:
-        AllocationError: no placement within the limits was found.
+        AllocationError: no placement within the limits was found, the method is unknown, or
+            `gabra-literal` is asked for a chain.
 
     Reference: Akintoye et al., IEEE Access 10:77950, 2022 (Eqs. 3-9, Algorithms 1-3).
     """

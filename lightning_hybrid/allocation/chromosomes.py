@@ -13,8 +13,9 @@ from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 
 _LOOKED_AT, _CELLS = 512, 30_000
-"""Number of changes of which the local search takes the best; and most genes of all these changed
-chromosomes together, which limits the number for large problems."""
+"""Limits of each step of the local search: number of changes of which it takes the best; and number
+of genes of all these changed assignments together, which leaves fewer changes for large
+problems."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class Settings:
         generations: t_max, the number of generations.
         crossover: probability of a crossover (paper).
         mutation: probability of each mutation.
-        tries: number of rejected children in a row after which a generation is given up.
+        tries: number of rejected children in a row after which random members are tried in their
+            place (in `gabra-literal`: the search ends).
         tolerance: relative distance from the proven bound at which a large problem counts as
             solved.
         refine: whether new members are improved by local search; `False` is for measuring its
@@ -43,29 +45,42 @@ class Settings:
 
 
 def roulette(fitness: Floats, rng: np.random.Generator) -> int:
-    """Draw the index of a member, with a probability in proportion to its fitness (0 or more)."""
+    """Draw the index of a member, with a probability in proportion to its fitness.
+
+    Args:
+        fitness: for each member a number of 0 or more.
+        rng: random numbers.
+    """
     spin = rng.random() * fitness.sum()
     return min(int(np.searchsorted(np.cumsum(fitness), spin)), len(fitness) - 1)
 
 
 def stretch(length: int, rng: np.random.Generator) -> slice:
-    """A random slice, not empty, of a sequence of this length."""
+    """Draw a random slice of a sequence; it is never empty.
+
+    Args:
+        length: length of the sequence.
+        rng: random numbers.
+    """
     first, last = np.sort(rng.choice(length + 1, 2, replace=False))
     return slice(int(first), int(last))
 
 
 class Labels:
-    """Free assignments: gene i is the device of partition i, shape (n,)."""
+    """Operators on free assignments: integer arrays, gene i is the device of partition i."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._cuts_cost = problem.objective == "makespan" and bool(problem.cut_costs.any())
 
     def random(self, rng: np.random.Generator) -> Ints:
-        """A random member; if cuts have costs, every second one is a balanced chain.
+        """Make a random feasible assignment; if cuts have costs, often a balanced chain.
 
-        Independent random devices give nearly a cut after each partition, which single moves do not
-        repair.
+        Random devices alone would give nearly a cut after each partition, which moves of single
+        partitions do not repair.
+
+        Raises:
+            AllocationError: no assignment within the limits was found.
         """
         if self._cuts_cost and rng.random() < 0.5:
             genes = self._chain(rng)
@@ -74,7 +89,11 @@ class Labels:
         return self.strewn(rng)
 
     def _chain(self, rng: np.random.Generator) -> Ints:
-        """Runs on the devices in a random order, each filled up to the least goal that suffices."""
+        """Make a chain: each device, in random order, gets one run of consecutive partitions.
+
+        Each run is filled up to a time goal; the goal is the least of 200 with which all partitions
+        have a place. Memory is not considered.
+        """
         problem = self.problem
         n = self.problem.n
         m = self.problem.m
@@ -101,8 +120,8 @@ class Labels:
     def strewn(self, rng: np.random.Generator) -> Ints:
         """Place each partition on a random device with room, by depth-first search.
 
-        For small problems the search decides whether there is a feasible assignment; for larger
-        ones the number of steps is limited.
+        Small problems are searched completely: an error then means that there is no feasible
+        assignment. For larger ones the number of steps is limited.
 
         Raises:
             AllocationError: no assignment was found.
@@ -133,7 +152,13 @@ class Labels:
         )
 
     def _places(self, genes: Ints, partition: int, rng: np.random.Generator) -> list[int]:
-        """Devices that can take this partition, shuffled; the caller tries them from the end."""
+        """List the devices that can take a partition, shuffled.
+
+        Args:
+            genes: the device of each partition; -1: it is not placed yet.
+            partition: number of the partition.
+            rng: random numbers.
+        """
         problem, placed = self.problem, genes >= 0
         counts = np.bincount(genes[placed], minlength=problem.m)
         room = np.ones(problem.m, dtype=bool)
@@ -147,18 +172,18 @@ class Labels:
         return [int(j) for j in rng.permutation(np.flatnonzero(room))]
 
     def crossover(self, left: Ints, right: Ints) -> Ints:
-        """A child with the first half of one parent and the second of the other (Algorithm 3)."""
+        """Make a child: the first half of `left` and the second half of `right` (Algorithm 3)."""
         middle = len(left) // 2
         return np.concatenate([left[:middle], right[middle:]])
 
     def invert(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Reverse a random stretch (the paper's mutation)."""
+        """Reverse the genes of a random slice (the paper's mutation)."""
         genes, piece = genes.copy(), stretch(len(genes), rng)
         genes[piece] = genes[piece][::-1]
         return genes
 
     def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Give one partition another device; if cuts have costs, also several neighbouring ones."""
+        """Give one partition a random device; if cuts have costs, sometimes several neighbours."""
         genes, place = genes.copy(), int(rng.integers(len(genes)))
         piece = slice(place, place + 1)
         if self._cuts_cost and rng.random() < 0.5:
@@ -167,10 +192,11 @@ class Labels:
         return genes
 
     def refine(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Move a partition or exchange two, as long as that is an improvement.
+        """Improve an assignment by local search: move a partition, or exchange two, while it helps.
 
         For the makespan only partitions of the slowest device are moved or exchanged. Of changes
-        with equal makespan the one with the most equal times is taken.
+        with equal makespan the one after which the devices' times are most equal is taken. An
+        infeasible assignment is returned as it is.
         """
         # (from an infeasible assignment nearly all changes have infinite costs)
         cost = float(self.problem.costs(genes[None])[0])
@@ -189,7 +215,12 @@ class Labels:
             genes, now = changed[best], after
 
     def _judged(self, assignments: Ints) -> tuple[Floats, Floats]:
-        """Cost of each assignment, infinite if infeasible, and how unequal its times are."""
+        """Judge assignments, shape (b, n), by their cost, and then by how unequal the times are.
+
+        Returns:
+            (b,) costs, infinite if infeasible; and (b,) sums of the squared times of the devices,
+            which are less the more equal the times are (for `profit`: zeros).
+        """
         if self.problem.objective == "profit":
             costs = self.problem.costs(assignments)
             return costs, np.zeros(len(costs))
@@ -200,9 +231,9 @@ class Labels:
         return costs, np.square(times).sum(axis=1)
 
     def _changed(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """The assignments after each single change that is tried, shape (changes, n).
+        """Make the assignments after each change that local search tries, shape (changes, n).
 
-        A change exchanges a partition with one of another device, or moves it there.
+        A change exchanges a partition with one of another device, or moves it to another device.
         """
         n, m = self.problem.n, self.problem.m
         here = np.arange(n)
@@ -227,7 +258,10 @@ class Labels:
         return changed
 
     def canonical(self, genes: Ints) -> Ints:
-        """Renumber equal devices, so that assignments that differ only in these are one."""
+        """Renumber equal devices in the order in which they appear.
+
+        So assignments that differ only in the numbers of equal devices become the same one.
+        """
         problem = self.problem
         if len(set(problem.classes)) == problem.m:
             return genes
@@ -243,7 +277,7 @@ class Labels:
 def _less(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Whether `one` is less than `other`, in lexicographic order, by more than rounding errors.
 
-    With rounding errors alone the search could go in a circle.
+    If rounding errors counted, the local search could go in a circle.
     """
     slack = [SLACK * abs(number) for number in other]
     if one[0] < other[0] - slack[0]:

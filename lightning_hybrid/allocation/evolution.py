@@ -1,10 +1,10 @@
-"""GABRA for any cost: the genetic algorithm where placements are judged by a simulation.
+"""GABRA for any cost: a genetic algorithm that knows of a placement only what it costs.
 
 `gabra` knows the makespan and moves partitions by it. Here the cost is a black box that is called a
-given number of times, such as the time of a step. What can be bred is a `SearchSpace`: it makes
-random placements, crosses two, and changes one a little. The rest is Algorithm 1 with local search:
-roulette wheel, crossover with probability 0.8, mutation, and a child replaces the worst member;
-each new member is improved by neighbours as long as that helps.
+given number of times, such as the predicted time of a step. What can be bred is a `SearchSpace`: it
+makes random candidates, crosses two, and changes one a little. The rest is Algorithm 1 with local
+search: roulette wheel, crossover with probability 0.8, mutation, and a child replaces the worst
+member; each new member is improved by random neighbours as long as that helps.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -23,19 +23,22 @@ Genes = TypeVar("Genes", bound=Hashable)
 
 
 class SearchSpace(Protocol[Genes]):
-    """A space of candidates (genes) to search. Genes are hashable and never changed in place."""
+    """What `evolve` searches: candidates (genes), their cost, and moves between them.
+
+    Genes must be hashable, and are never changed in place.
+    """
 
     def random(self, rng: np.random.Generator) -> Genes:
-        """A random candidate, which is feasible if one is found."""
+        """Make a random candidate; feasible if possible."""
 
     def cross(self, left: Genes, right: Genes, rng: np.random.Generator) -> Genes:
-        """A child that combines both parents."""
+        """Make a child that combines both parents."""
 
     def neighbour(self, genes: Genes, rng: np.random.Generator) -> Genes:
-        """A copy of a candidate with a small random change."""
+        """Make a copy of a candidate with a small random change."""
 
     def cost(self, genes: Genes) -> float:
-        """The cost to minimise; infinite for an infeasible candidate."""
+        """The cost of a candidate, which is minimised; infinite: it is infeasible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +46,11 @@ class Breeding:
     """Settings of the genetic search.
 
     Attributes:
-        evaluations: how often the cost may be asked for.
+        evaluations: how many candidates may be evaluated (`SearchSpace.cost`).
         population: number of members.
-        crossover: probability of a crossover; 0: children are changed copies.
-        patience: neighbours in vain after which a member counts as improved.
+        crossover: probability of a crossover; 0: children are changed copies of one parent.
+        patience: number of neighbours in a row that are not better, after which the local search of
+            a member ends.
     """
 
     evaluations: int = 5_000
@@ -56,11 +60,12 @@ class Breeding:
 
 
 _REPEATS = 4
-"""Times as many repeated questions for a cost, which are free, after which a search ends."""
+"""A search also ends when it has asked for known costs this many times as often as it may evaluate:
+then it has seen nearly all candidates."""
 
 
 class _Spent(Exception):
-    """The evaluations are used up."""
+    """Raised to end a search that has used up its evaluations."""
 
 
 def evolve(
@@ -72,17 +77,17 @@ def evolve(
     """Search for genes of least cost.
 
     Args:
-        space: what can be bred.
-        seed: of the random numbers.
-        breeding: numbers of the search.
-        starts: members to begin with, beside random ones; the best genes are no worse than the
-            first of them.
+        space: the candidates, their cost and the moves between them.
+        seed: seed of the random numbers.
+        breeding: settings of the search; None: the defaults.
+        starts: members to begin with; random ones are added up to the size of the population. The
+            result is no worse than the first of them.
 
     Returns:
-        The best genes, and the least cost after each evaluation.
+        The best genes, and the least cost so far after each evaluation.
 
     Raises:
-        AllocationError: no member was feasible.
+        AllocationError: no candidate that was seen was feasible.
     """
     breeding = breeding or Breeding()
 
@@ -95,10 +100,19 @@ def evolve(
 def run_counted(
     space: SearchSpace[Genes], search: Callable[[Callable[[Genes], float]], None], evaluations: int
 ) -> tuple[Genes, tuple[float, ...]]:
-    """Let a search ask for the cost as often as it may, and return the best that it saw.
+    """Run a search that asks for costs, stop it after some evaluations, and return the best it saw.
+
+    Args:
+        space: the candidates and their cost.
+        search: the search; it is given the function that it must ask for the cost of a candidate.
+            Costs are remembered: asking for one again is no evaluation.
+        evaluations: number of candidates that may be evaluated.
+
+    Returns:
+        The best genes, and the least cost so far after each evaluation.
 
     Raises:
-        AllocationError: nothing that it saw was feasible.
+        AllocationError: no candidate that was seen was feasible.
     """
     best: Genes | None = None
     history: list[float] = []
@@ -113,7 +127,7 @@ def run_counted(
                 raise _Spent  # all there is has been seen, or nearly
             return known[genes]
         if len(history) == evaluations:
-            raise _Spent  # out of the search, which need not count
+            raise _Spent  # ends the search, which need not count by itself
         value = known[genes] = space.cost(genes)
         if not history or value < history[-1]:
             best = genes
@@ -137,7 +151,13 @@ def descend(
     rng: np.random.Generator,
     patience: int,
 ) -> tuple[Genes, float]:
-    """Take neighbours that are not worse, until `patience` in a row were not better."""
+    """Improve a candidate by random neighbours, until `patience` in a row were not better.
+
+    Neighbours of equal cost are taken too.
+
+    Returns:
+        The improved candidate and its cost.
+    """
     value, vain = cost(genes), 0
     while vain < patience:
         near = space.neighbour(genes, rng)

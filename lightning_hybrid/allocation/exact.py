@@ -1,4 +1,7 @@
-"""Cut a chain of partitions for its devices, as well as can be, by dynamic programming."""
+"""Cut a chain of partitions for its devices with the least makespan or most profit, exactly.
+
+The default objective, step time, has its own programme: `lightning_hybrid.planning.chains`.
+"""
 
 import numpy as np
 
@@ -7,18 +10,18 @@ from lightning_hybrid.errors import AllocationError
 
 
 def cut_chain(problem: Problem) -> Ints:
-    """Find an assignment of least cost, in which the devices have consecutive partitions in order.
+    """Find an assignment of least cost in which the devices, in order, have consecutive partitions.
 
-    `best[k]` is the least cost of the first k partitions on the devices so far, and with one more
-    device ::
+    It is a dynamic programme. `best[k]` is the least cost of the first k partitions on the devices
+    so far; with one more device it becomes ::
 
         best[k] = min over i < k of  best[i] (+) run[i, k]
 
-    where (+) is the maximum (makespan) or the sum (profit) and run[i, k] the cost of the run
-    i .. k-1 on that device.
+    where (+) is the maximum (makespan) or the sum (profit) and run[i, k] the cost of the run i ..
+    k-1 on that device.
 
     Returns:
-        The assignment, shape (n,).
+        For each partition its device, shape (n,).
 
     Raises:
         AllocationError: no assignment satisfies the limits.
@@ -43,7 +46,11 @@ def cut_chain(problem: Problem) -> Ints:
 
 
 def _run_costs(problem: Problem, device: int) -> Floats:
-    """Cost of each run of partitions i .. k-1 on a device, or infinity; shape (n + 1, n + 1)."""
+    """Cost of each run of consecutive partitions on a device, shape (n + 1, n + 1).
+
+    Row i and column k stand for partitions i .. k - 1; the cost is infinite if the run is empty or
+    exceeds a limit of the device.
+    """
 
     def between(values: Floats) -> Floats:
         sums = np.concatenate([[0.0], np.cumsum(values)])

@@ -13,7 +13,7 @@
 It is steady-state, like the paper's: in each generation one child replaces the worst member, so the
 best value never gets worse. It stops after `generations`, or when the best value reaches a proven
 bound (for `profit` on equal devices at once, since all assignments are equal); for large problems
-when it is within `tolerance` of the bound. It calls no exact solver.
+when the best value is within `tolerance` of the bound. It calls no exact solver.
 """
 
 import numpy as np
@@ -22,21 +22,23 @@ from lightning_hybrid.allocation.chromosomes import Labels, Settings, roulette
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 
 _SMALL = 100_000
-"""Number of assignments up to which a problem must reach the bound exactly to stop early."""
+"""Largest number of possible assignments for which the search stops early only at the bound itself,
+and not within `tolerance` of it."""
 
 _FULL_WORK = 16_000
-"""Partitions times devices up to which the search has its full population and generations."""
+"""Largest product of partitions and devices for which the search has its full population and
+generations."""
 
 
 def gabra(
     problem: Problem, seed: int = 0, settings: Settings | None = None
 ) -> tuple[Ints, tuple[float, ...]]:
-    """Search for an assignment of least cost.
+    """Search for an assignment of least cost by the genetic algorithm with improvements.
 
     Args:
-        problem: The problem.
+        problem: The partitions and devices.
         seed: Seed of all random choices.
-        settings: Parameters of the algorithm; None: those that suit the size of the problem.
+        settings: Parameters of the algorithm; None: the defaults, reduced for large problems.
 
     Returns:
         The best assignment, shape (n,), and the best cost after each generation, the initial
@@ -51,7 +53,7 @@ def gabra(
 
 
 def _affordable(problem: Problem) -> Settings:
-    """The default parameters, with fewer members and generations for large problems."""
+    """Default parameters, with fewer members and generations for large problems."""
     share = _FULL_WORK / (problem.n * problem.m)
     usual = Settings()
     return Settings(
@@ -61,7 +63,7 @@ def _affordable(problem: Problem) -> Settings:
 
 
 class Evolution:
-    """One run of the genetic algorithm (Algorithm 1): its population, and all chromosomes seen."""
+    """One run of the genetic algorithm (Algorithm 1): its population, and all assignments seen."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator, settings: Settings) -> None:
         self.problem = problem
@@ -108,9 +110,12 @@ class Evolution:
         return cost <= bound + tolerance * abs(bound)
 
     def _child(self) -> tuple[Ints, float] | None:
-        """Make a new member, with its cost; None if all attempts were duplicates or infeasible.
+        """Make a new member: a child, or after `tries` failures in a row a random one.
 
-        The first `tries` attempts are children of members, the next are random.
+        An attempt fails if it was evaluated before or is infeasible.
+
+        Returns:
+            The member and its cost; None: `tries` random attempts have failed too.
         """
         for _ in range(self.settings.tries):
             child = self._admit(self._breed())
@@ -133,17 +138,22 @@ class Evolution:
         return genes
 
     def _fitness(self) -> Floats:
-        """For each member how much better it is than the worst one.
+        """For each member how much better it is than the worst one, in units of cost.
 
-        The values themselves (Eq. 9) differ by a few per cent among good members, which would all
-        have nearly the same probability.
+        The worst keeps a tenth of the spread, so that it may still be drawn. The values themselves
+        (Eq. 9) differ by a few per cent among good members, so that all would be drawn with nearly
+        the same probability.
         """
         costs: Floats = np.asarray(self.costs)
         spread = float(np.ptp(costs)) or 1.0
         return np.asarray(costs.max() - costs + 0.1 * spread)
 
     def _admit(self, genes: Ints) -> tuple[Ints, float] | None:
-        """Evaluate and refine a chromosome; None if it is infeasible or was evaluated before."""
+        """Evaluate an assignment and improve it by local search.
+
+        Returns:
+            The improved assignment and its cost; None: it is infeasible, or was evaluated before.
+        """
         start = self.genes.canonical(genes)
         child = self._evaluated(start) if self._new(start) else None
         if child is None:

@@ -51,9 +51,9 @@ SLACK = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An allocation problem: n network partitions on m devices, at least one on each.
+    """An allocation problem: n network partitions on m devices, at least one partition on each.
 
-    An assignment is an integer array of shape (n,), the device of each partition; most methods take
+    An assignment is an integer array of shape (n,), the device of each partition. Most methods take
     b assignments at once, shape (b, n). Lists of numbers become arrays.
 
     Attributes:
@@ -67,11 +67,12 @@ class Problem:
         objective: `makespan` (the time of the slowest device is minimised) or `profit` (z of Eq. 5
             is maximised).
         contiguous: whether the devices form a chain in their order, each with consecutive
-            partitions. Otherwise partitions are placed freely.
+            partitions. If not, partitions are placed freely.
         last_device: device that must hold the last partition in a free placement; None: any.
 
     Raises:
-        AllocationError: the numbers are wrong (negative, not finite, of unequal count).
+        AllocationError: the numbers are wrong (negative, not finite, of unequal count), or there
+            are more devices than partitions.
     """
 
     loads: Floats
@@ -130,7 +131,7 @@ class Problem:
 
     @property
     def _limited(self) -> list[tuple[Floats, Floats]]:
-        """The quantities that are limited: amounts of partitions, limits of devices."""
+        """For each limited quantity its amounts in the partitions, and the devices' limits."""
         limited = [(self.loads, self.capacities)] if self.objective == "profit" else []
         if len(self.memory):
             limited.append((self.memory, self.memory_limits))
@@ -138,24 +139,24 @@ class Problem:
 
     @cached_property
     def weights(self) -> Floats:
-        """(k, n) the k quantities of each partition that are limited: loads (`profit`), memory."""
+        """(k, n) amounts of k limited quantities in the partitions: loads (`profit`), memory."""
         return np.array([weights for weights, _ in self._limited]).reshape(-1, self.n)
 
     @cached_property
     def ceilings(self) -> Floats:
-        """(k, m) limit of each device for each quantity, with a tolerance for rounding errors."""
+        """(k, m) limits of the k quantities in `weights` on each device, rounding tolerated."""
         limits = np.array([limits for _, limits in self._limited]).reshape(-1, self.m)
         return limits * (1 + SLACK)
 
     @cached_property
     def classes(self) -> tuple[int, ...]:
-        """Classes of equal devices: for each device the first one that is equal to it."""
+        """For each device the least number of a device that is equal to it: its class."""
         last = np.arange(self.m) == self.last_device
         traits = list(map(tuple, np.vstack([self.capacities, self.ceilings, last]).T))
         return tuple(traits.index(trait) for trait in traits)
 
     def times(self, assignments: Ints) -> Floats:
-        """Computation plus cut costs of each device, shape (b, m)."""
+        """Time of each device for its partitions and the cuts beside them, shape (b, m)."""
         times = self._sums(assignments, self.loads) / self.capacities
         if self.cut_costs.any():
             cost = np.where(assignments[:, 1:] != assignments[:, :-1], self.cut_costs, 0.0)
@@ -163,7 +164,7 @@ class Problem:
         return times
 
     def values(self, assignments: Ints) -> Floats:
-        """The objective, shape (b,): z of Eq. 5 (larger is better) or the makespan (smaller is)."""
+        """The objective, shape (b,): the makespan (smaller is better) or z of Eq. 5 (larger is)."""
         if self.objective == "profit":
             return np.asarray((self.loads / self.capacities[assignments]).sum(axis=1))
         return np.asarray(self.times(assignments).max(axis=1))
@@ -171,7 +172,8 @@ class Problem:
     def feasible(self, assignments: Ints) -> NDArray[np.bool_]:
         """Whether each assignment uses all devices, observes `last_device` and the limits: (b,).
 
-        Contiguity is not checked: the solver of chains guarantees it.
+        Whether devices have consecutive partitions is not checked: the solver of chains guarantees
+        it.
         """
         fits = self._sums(assignments, np.ones(self.n)) > 0
         for weights, ceilings in zip(self.weights, self.ceilings):
@@ -202,7 +204,13 @@ class Problem:
         return float(max(shared, self.loads.max() / self.capacities.max()))
 
     def _sums(self, assignments: Ints, weights: Floats) -> Floats:
-        """Sum of the weights on each device, shape (b, m); weights of shape (n,) or (b, n)."""
+        """Add up the weights of the partitions on each device, shape (b, m).
+
+        Args:
+            assignments: device of each partition, shape (b, n).
+            weights: a number for each partition, shape (n,), or other ones for each assignment, (b,
+                n).
+        """
         rows = len(assignments)
         # one `bincount` for all assignments, to avoid a loop in Python
         cells = assignments + self.m * np.arange(rows)[:, None]
@@ -214,7 +222,20 @@ class Problem:
 def numbers(
     name: str, values: Numbers, *, count: int | None = None, positive: bool = False
 ) -> Floats:
-    """Check a list of finite numbers, 0 or more (more than 0 if `positive`), shape (count,)."""
+    """Check a list of finite numbers, and convert it to an array.
+
+    Args:
+        name: name of the list, for the text of an error.
+        values: the numbers.
+        count: how many there must be; None: any number.
+        positive: whether they must be more than 0; if not, 0 is allowed too.
+
+    Returns:
+        The numbers, shape (count,).
+
+    Raises:
+        AllocationError: the list has another length, or a number is negative or not finite.
+    """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or (count is not None and len(array) != count):
         raise AllocationError(f"{name} has shape {array.shape}, {count or 'n'} numbers are needed")

@@ -50,9 +50,9 @@ def literal_gabra(
     """Search for an assignment of least cost by the algorithm of the paper.
 
     Args:
-        problem: The problem, with free assignments.
+        problem: The problem; it must not be contiguous.
         seed: Seed of all random choices.
-        settings: Parameters of the algorithm.
+        settings: Parameters of the algorithm; None: the defaults with `_GENERATIONS`.
 
     Returns:
         The best assignment, shape (n,), and the best cost after each generation, the initial
@@ -71,10 +71,10 @@ def literal_gabra(
 
 
 class _Printed(Evolution):
-    """The loop of Algorithm 1 with its parts as they are printed."""
+    """The genetic algorithm as Algorithms 1 to 3 print it, in place of the improved parts."""
 
     def _populate(self) -> None:
-        """Make the initial population (Algorithm 2)."""
+        """Make the initial population (Algorithm 2): random members that all differ."""
         for _ in range(2 * self.settings.population):
             if len(self.members) == self.settings.population:
                 return
@@ -84,7 +84,7 @@ class _Printed(Evolution):
                 self.costs.append(float(self.problem.costs(member[None])[0]))
 
     def _random_member(self) -> Ints:
-        """A random assignment: each partition in turn on a random device with room for it."""
+        """Make a random assignment: each partition in turn on a random device with room for it."""
         problem = self.problem
         for _ in range(_RESTARTS):
             left = problem.ceilings.copy()
@@ -103,7 +103,11 @@ class _Printed(Evolution):
         return cost <= self.problem.bound + SLACK * abs(self.problem.bound)  # addition 11
 
     def _child(self) -> tuple[Ints, float] | None:
-        """Make a child and its cost (lines 7 to 13 of Algorithm 1); None: all tries failed."""
+        """Make a child and its cost (lines 7 to 13 of Algorithm 1).
+
+        Returns:
+            The child and its cost; None: `tries` children in a row were duplicates or infeasible.
+        """
         settings = self.settings
         rng = self.rng
         costs = np.asarray(self.costs)
@@ -130,9 +134,9 @@ class _Printed(Evolution):
 
 
 def printed_children(left: Ints, right: Ints) -> tuple[Ints, Ints]:
-    """The two children of Algorithm 3 as it is printed, its cut `cp = Y1/2` read as the middle.
+    """Make the two children of Algorithm 3 as it is printed; its cut `cp = Y1/2` is the middle.
 
-    In the second one the halves change places, so that genes belong to other partitions.
+    In the second child the halves change places, so that each gene belongs to another partition.
     """
     middle = len(left) // 2
     first = np.concatenate([left[:middle], right[middle:]])

@@ -18,15 +18,15 @@ from lightning_hybrid.errors import AllocationError
 
 
 def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25) -> list[int]:
-    """Merge neighbours across the most expensive cut, again and again, until `count` are left.
+    """Merge neighbours across the most expensive cut, again and again, until `count` runs are left.
 
-    A merge is allowed while the merged load is at most (1 + slack) of the fair share, the total
-    load over `count`. When no allowed one is left, the two neighbours with the least load together
-    are merged.
+    A merge is allowed while the merged load is at most (1 + slack) times the fair share, which is
+    the total load over `count`. When no merge is allowed any more, the two neighbours with the
+    least load together are merged.
 
     Args:
         loads: n computation loads, one per layer or residual block.
-        cut_costs: n - 1 costs of a cut after each.
+        cut_costs: n - 1 costs, of a cut after each load but the last, in the same unit.
         count: K, the wanted number of runs of consecutive partitions.
         slack: Fraction by which the load of a run may exceed the fair share.
 
@@ -34,7 +34,8 @@ def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25
         For each run its end, the number after its last partition.
 
     Raises:
-        AllocationError: wrong numbers, or a count that is not between 1 and n.
+        AllocationError: `loads` or `cut_costs` are no such numbers, or `count` is not between 1 and
+            n.
     """
     p = numbers("loads", loads)
     k = numbers("cut_costs", cut_costs, count=len(p) - 1)

@@ -1,11 +1,11 @@
-"""Shape, order of the devices, cuts, copies and shares together, where devices are not alike.
+"""Search shape, devices, cuts, copies and shares together, for devices that are not alike.
 
-What a search for one of them holds fixed, another could have: a slow device is best left out, or
-given the light stage, or a copy beside it, or few samples. So all of them are changed together, one
-small step after the other, from the best plans that are made one at a time. An arrangement is what
-the strategy can run: the driver of the first replica is on the first of the devices that are used,
-and where any stage has copies, replicas take equal shares and each keeps the whole state of the
-optimizer.
+A search that changes one of these and holds the others fixed misses good plans: a slow device may
+be best left out, or be given a light stage, or get a copy of its stage beside it, or few samples.
+So all of them are changed together, in small steps, beginning with the best plans of the single
+searches. Every arrangement is one that the strategy can run: the driver of the first replica is on
+the first of the used devices; and if any stage has copies, replicas take equal shares and each
+keeps the whole state of the optimizer.
 """
 
 from bisect import bisect
@@ -42,21 +42,22 @@ from lightning_hybrid.planning.step_problem import StepProblem
 RandomGenerator = np.random.Generator
 
 MOST_TURNS = 3
-"""Stages per device that are tried at most."""
+"""Largest number of stages per device that is tried."""
 _MOST_SIMULATED = 128
-"""Micro-batches times devices up to which steps of stages with copies are simulated."""
+"""Largest product of micro-batches and devices of a replica for which stages may have copies: their
+step is simulated, which takes long."""
 _STARTS = 16
-"""Arrangements to begin with, each of another shape."""
+"""Largest number of arrangements that the search begins with, each of another shape."""
 _OFTEN = (0.33, 0.57, 0.66, 0.8, 0.9, 0.95)
-"""Shares of the moves of which there are seven, added up."""
+"""Cumulative probabilities of the first six of the seven moves in `Arrangements.neighbour`."""
 _ALL_SHAPES = 8
-"""Devices up to which the search begins with every shape."""
+"""Largest number of devices for which the search looks at every shape first."""
 _ORDERS = 2
-"""Orders of the devices on which a shape is tried at a time."""
+"""Number of random orders of the devices on which each shape is tried in a round of `_screened`."""
 _WORK = 40_000
-"""Evaluations times devices of the search: seconds."""
+"""Limit of the search: evaluations times devices. It takes seconds."""
 _EACH = 60
-"""Evaluations for each device and partition, which is less where there are few of them."""
+"""Limit of the search for few devices and partitions: evaluations for each pair of both."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,16 @@ class Arrangement:
     """A shape with its devices and cuts.
 
     Attributes:
-        devices: numbers of all devices of the cluster, those that are used first, replica by
-            replica, each with its driver first.
-        replicas: their number.
-        copies: of each stage; of a loop, ones for each device.
-        turns: stages of a device, one in each round of a loop.
-        microbatches: slices of a replica's batch.
-        recompute: whether stages run their forward again.
-        ends: for each stage the number after its last partition.
-        inside: whether backwards run inside of calls.
+        devices: numbers of all devices of the cluster. The used ones come first, replica by
+            replica, each replica with its driver's device first; then those that are left out.
+        replicas: number of replicas.
+        copies: for each stage the number of its copies; of a loop, a 1 for each device of a
+            replica.
+        turns: number of stages of each device; more than 1: a loop.
+        microbatches: number of micro-batches into which a replica's batch is split.
+        recompute: whether stages run their forward again in the backward, to save memory.
+        ends: for each stage the number after its last partition; empty: there are no cuts yet.
+        inside: whether backwards run inside of the network's calls (schedule `1f1b`).
     """
 
     devices: tuple[int, ...]
@@ -86,35 +88,35 @@ class Arrangement:
 
     @property
     def size(self) -> int:
-        """Devices of a replica."""
+        """Number of devices of a replica."""
         return sum(self.copies)
 
     @property
     def used(self) -> tuple[int, ...]:
-        """The devices that are used."""
+        """Numbers of the devices that are used, replica by replica."""
         return self.devices[: self.replicas * self.size]
 
     @property
     def has_copies(self) -> bool:
-        """Whether any stage has several."""
+        """Whether any stage has several copies."""
         return max(self.copies) > 1
 
     @property
     def chain(self) -> list[int]:
-        """The device of each stage within its replica, where none has copies."""
+        """For each stage its device, by index in the replica; only for stages without copies."""
         return [*range(1, self.size), 0] * self.turns
 
 
 class Arrangements:
-    """All arrangements of a network on a cluster, which `allocation.evolve` searches.
+    """All arrangements of a network on a cluster: their costs, and moves for `allocation.evolve`.
 
     Args:
-        costs_of: the costs of the network's partitions.
+        costs_of: function from samples per micro-batch to the costs of the network's partitions.
         cluster: the devices.
         batch: samples of one replica in a step.
-        microbatches: the numbers of micro-batches there may be.
-        may_go_inside: whether backwards may run inside of calls; else an arrangement that has them
-            there stands for one that has not.
+        microbatches: the numbers of micro-batches that an arrangement may have, rising.
+        may_go_inside: whether backwards may run inside of the network's calls; if not,
+            `Arrangement.inside` has no effect.
     """
 
     def __init__(
@@ -147,11 +149,14 @@ class Arrangements:
 
     @cached_property
     def may_copy(self) -> bool:
-        """Whether stages may have copies: not where replicas divide the states of optimizers."""
+        """Whether stages may have copies: not if replicas divide the state of the optimizers."""
         return not self.costs(1).state_bytes
 
     def estimated(self) -> "Arrangements":
-        """This space with estimated costs, which are proportional to those of a whole batch."""
+        """Make a copy of this space with estimated costs, in proportion to the samples.
+
+        Only the costs of a whole batch are then asked of `costs_of`, which may measure.
+        """
         whole, batch = self.costs(1), self.batch
         return Arrangements(
             lambda n: whole.scaled(n / batch),
@@ -162,11 +167,16 @@ class Arrangements:
         )
 
     def _cost(self, genes: Arrangement) -> float:
-        """Seconds for a sample; infinite where a device cannot hold its stages."""
+        """Predicted seconds per sample; infinite if a device lacks memory for its stages."""
         return self.timed(genes)[0] / (genes.replicas * self.batch)
 
     def timed(self, genes: Arrangement) -> tuple[float, tuple[int, ...]]:
-        """Seconds of a step, and the samples that replicas take; empty: all take as many."""
+        """Predict the step of an arrangement, with equal or unequal shares, whichever is faster.
+
+        Returns:
+            Seconds of a step; and the samples that each replica takes, empty if all take equal
+            numbers.
+        """
         step_s = self.equal_s(genes)
         if genes.has_copies or max(self.kinds(genes.used, genes.size)) == 0 or self.batch == 1:
             return step_s, ()
@@ -174,20 +184,20 @@ class Arrangements:
         return (dealt_s, shares) if dealt_s < step_s and len(set(shares)) > 1 else (step_s, ())
 
     def equal_s(self, genes: Arrangement) -> float:
-        """Seconds of a step in which all replicas take as many samples."""
+        """Predicted seconds of a step if all replicas take equal numbers of samples."""
         if genes.has_copies:
             copied = self.copied(genes.used, genes.copies, genes.microbatches)
             return copied.step_time_s(genes.ends)
         return self.whole(genes).step_time_s(genes.ends, genes.chain)
 
     def whole(self, genes: Arrangement) -> StepProblem:
-        """The step of the slowest devices of all replicas, as a chain."""
+        """The step problem of the chain of the slowest devices: by stage, over all replicas."""
         return self.problem(
             *(genes.used, genes.size, genes.microbatches, self.way(genes), self.batch, None)
         )
 
     def way(self, genes: Arrangement) -> ChainSizes:
-        """The way in which a replica is spread."""
+        """The sizes by which the memory of an arrangement's partitions is predicted."""
         return ChainSizes(
             stages=genes.size,
             microbatches=genes.microbatches,
@@ -196,16 +206,20 @@ class Arrangements:
         )
 
     def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
-        """A number for each replica: the same one for replicas with the same row of devices."""
+        """Number the replicas by kind: those with equal devices in equal order are of one kind."""
         specs, known = self._picked(used).devices, dict[Any, int]()
         chains = [specs[k : k + size] for k in range(0, len(specs), size)]
         return [known.setdefault(chain, len(known)) for chain in chains]
 
     def _dealt(self, genes: Arrangement) -> tuple[tuple[int, ...], float]:
-        """The shares of least step, and that.
+        """Search for the shares of the replicas with the shortest step.
 
-        The time of each replica grows with its share, so shares where no sample of the slowest
-        would end sooner elsewhere are the best.
+        The time of a replica grows with its share. So shares are best if no sample of the slowest
+        replica would end sooner in another one.
+
+        Returns:
+            The samples that each replica takes, and the predicted seconds of a step with these
+            shares.
         """
         used = genes.used
         size = genes.size
@@ -237,25 +251,31 @@ class Arrangements:
                 then_s[replica] = time_s(replica, shares[replica] + 1)
 
     def rates(self, genes: Arrangement) -> list[float]:
-        """Speeds of the replicas, relative to one of the slowest device of each stage."""
+        """Speed of each replica, relative to one made of the slowest device of every stage."""
         speeds, size = self._picked(genes.used).relative_speeds, genes.size
         slowest = [min(speeds[k::size]) for k in range(size)]
         chains = [speeds[k : k + size] for k in range(0, len(speeds), size)]
         return [min(map(truediv, chain, slowest)) for chain in chains]
 
     def dealt_s(self, genes: Arrangement, shares: Sequence[int]) -> float:
-        """Seconds of a step in which replicas take so many samples."""
+        """Predicted seconds of a step in which replica r takes ``shares[r]`` samples."""
         mine = (self.of_replica(genes, share, r) for r, share in enumerate(shares))
         return max(each.step_time_s(genes.ends, genes.chain) for each in mine)
 
     def of_replica(self, genes: Arrangement, share: int, replica: int) -> StepProblem:
-        """The step of one replica with so many samples."""
+        """The step problem of one replica, which takes `share` samples in a step."""
         return self.problem(
             *(genes.used, genes.size, genes.microbatches, self.way(genes), share, replica)
         )
 
     def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
-        """The share of the time of such a step in which the devices do not compute."""
+        """The share of the time of this arrangement's step in which its devices do not compute.
+
+        Args:
+            genes: the arrangement.
+            step_s: seconds of its step.
+            shares: samples that each replica takes; empty: all take equal numbers.
+        """
         table = self.costs(genes.microbatches)
         sums = table.recomputed().sums if genes.recompute else table.sums
         speeds, busy_s = self._picked(genes.used).relative_speeds, 0.0
@@ -294,7 +314,16 @@ class Arrangements:
         share: int,
         replica: int | None,
     ) -> StepProblem:
-        """The step of the slowest devices, or that of one replica."""
+        """Make the step problem of the chain of one replica, or of the slowest of all replicas.
+
+        Args:
+            used: numbers of the devices, replica by replica.
+            size: number of devices of a replica.
+            slices: number of micro-batches.
+            way: the sizes by which the memory of partitions is predicted.
+            share: samples that the replica takes in a step.
+            replica: number of the replica; None: each stage has its slowest device in all replicas.
+        """
         ring, links = self._rings(used, size), self._links(used, size)
         table = self.table(slices, len(used) // size, ring, way, share)
         return problem_of(table, self._picked(used), way, links, replica)
@@ -308,7 +337,11 @@ class Arrangements:
     # ------------------------------------------------------------------ moves
 
     def neighbour(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement:
-        """A copy with a changed cut, device, copy, stage, replica or number of micro-batches."""
+        """Make a small random change: of cuts, devices, copies, stages, replicas, micro-batches.
+
+        Returns:
+            The changed arrangement; or the same one, if the change is not possible.
+        """
         moves = (
             self._cut,
             self._swapped,
@@ -322,7 +355,7 @@ class Arrangements:
         return changed if changed is not None and self._may_be(changed) else genes
 
     def random(self, rng: RandomGenerator) -> Arrangement:
-        """Any arrangement, with fair cuts."""
+        """Make a random arrangement with balanced cuts."""
         count = len(self.cluster.devices)
         while True:
             stages = int(rng.integers(1, min(count, self.partitions) + 1))
@@ -346,7 +379,11 @@ class Arrangements:
                 return found
 
     def cross(self, left: Arrangement, right: Arrangement, rng: RandomGenerator) -> Arrangement:
-        """The shape of one parent on the devices of the other, with the cuts or cut again."""
+        """Put the shape of `left` on the devices of `right`, with its own cuts or balanced ones.
+
+        Returns:
+            The new arrangement; or `left`, if it is not possible.
+        """
         changed = self._cut_or_not(replace(left, devices=right.devices), rng)
         return changed if changed is not None and self._may_be(changed) else left
 
@@ -363,7 +400,10 @@ class Arrangements:
         )
 
     def seated(self, genes: Arrangement) -> Arrangement:
-        """The arrangement with its first used device as the driver of the first replica."""
+        """Reorder the used devices so that the one with the least number drives the first replica.
+
+        The strategy needs this: it is the device of rank 0.
+        """
         size, used = genes.size, list(genes.used)
         first = used.index(min(used))
         driver = first - first % size
@@ -373,14 +413,22 @@ class Arrangements:
         return replace(genes, devices=(*used, *spare))
 
     def across(self, genes: Arrangement) -> Arrangement | None:
-        """The arrangement with devices of about the same speed for each stage in all replicas."""
+        """Give each stage devices of about the same speed in all replicas, and cut again.
+
+        Returns:
+            The arrangement; None: :meth:`recut` finds no cuts.
+        """
         speeds, replicas = self.cluster.relative_speeds, genes.replicas
         ranked = sorted(genes.used, key=lambda device: -speeds[device])
         used = [device for first in range(replicas) for device in ranked[first::replicas]]
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
     def alike(self, genes: Arrangement) -> Arrangement | None:
-        """The arrangement with replicas of about equal speed: fast devices join slow replicas."""
+        """Give all replicas devices of about the same total speed, and cut again.
+
+        Returns:
+            The arrangement; None: :meth:`recut` finds no cuts.
+        """
         speeds, size = self.cluster.relative_speeds, genes.size
         teams: list[list[int]] = [[] for _ in range(genes.replicas)]
         for device in sorted(genes.used, key=lambda device: -speeds[device]):
@@ -390,7 +438,15 @@ class Arrangements:
         return self.recut(replace(genes, devices=(*used, *genes.devices[len(used) :])))
 
     def laid(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """The same shape on the fastest or on random devices, by stage or in random order."""
+        """A random move: the replicas and stages on other devices, with new cuts.
+
+        The devices are the fastest ones (70 %) or any. They are dealt to one stage after the other,
+        over all replicas, in random order, by number, or as they were drawn (the fastest first).
+        The number of micro-batches is drawn anew in 30 %.
+
+        Returns:
+            The arrangement; ``None``: :meth:`recut` finds no cuts.
+        """
         speeds, size = self.cluster.relative_speeds, genes.size
         devices = rng.permutation(len(genes.devices)).tolist()
         if rng.random() < 0.7:  # the slowest are left out
@@ -400,7 +456,7 @@ class Arrangements:
         if drawn < 0.3:
             used = rng.permutation(used).tolist()
         elif drawn < 0.65:
-            # neighbours have a stage in all replicas, so that its all-reduce is within hosts
+            # neighbouring devices get one stage in all replicas: its all-reduce stays within hosts
             used.sort()
         # copies of a stage wait for the slowest one: in all replicas they are of about one speed
         stages = [owners_of(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
@@ -416,7 +472,7 @@ class Arrangements:
         return self.recut(replace(genes, devices=(*order, *spare), microbatches=slices))
 
     def shapes(self) -> Iterator[Arrangement]:
-        """Every shape there is, in as many micro-batches as can be, on the fastest devices."""
+        """Make every shape once: on the fastest devices, with the most micro-batches possible."""
         speeds, count = self.cluster.relative_speeds, len(self.cluster.devices)
         devices = tuple(sorted(range(count), key=lambda device: -speeds[device]))
         for size in range(1, min(count, self.partitions) + 1):
@@ -433,9 +489,13 @@ class Arrangements:
                             break
 
     def recut(self, genes: Arrangement) -> Arrangement | None:
-        """Another shape, with balanced cuts; None: there are too few devices or partitions.
+        """Give an arrangement balanced cuts.
 
-        Only several single stages go in rounds, or have activations that can be computed again.
+        Loops need several stages without copies, and recomputation also several micro-batches and
+        no loop; an arrangement that lacks this gets one stage per device, or no recomputation.
+
+        Returns:
+            The arrangement; None: it has too few devices or partitions, or no cuts are found.
         """
         chain = max(genes.copies) == 1 < genes.size
         genes = replace(genes, turns=genes.turns if chain else 1)
@@ -484,10 +544,11 @@ class Arrangements:
         return replace(genes, ends=tuple(ends))
 
     def _swapped(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """Two devices change places, of which one at least is used; or two ranks of all replicas.
+        """A random move: exchange two devices; or two places of the chain, in all replicas at once.
 
-        The stages of a rank are as slow as its slowest device, so that one device alone gains
-        little elsewhere. Ranks take what they have of the network along.
+        One of the two devices may be unused. A stage is as slow as its slowest device in all
+        replicas, so a single device gains little elsewhere; places that are exchanged in all
+        replicas keep their devices together, and take their numbers of partitions along.
         """
         if len(genes.devices) < 2:
             return None
@@ -510,11 +571,11 @@ class Arrangements:
         return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
 
     def _cut_or_not(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """The arrangement, either with its own cuts, or with balanced ones."""
+        """Keep the cuts or make balanced ones, at random; None: no balanced ones are found."""
         return self.recut(genes) if rng.random() < 0.5 else self.seated(genes)
 
     def _sliced(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """Another number of micro-batches, or what memory they need."""
+        """A random move: micro-batches one size up or down, or recomputation on or off."""
         slices, recompute = genes.microbatches, genes.recompute
         if rng.random() < 0.2:
             recompute = not recompute
@@ -528,7 +589,7 @@ class Arrangements:
         return self.recut(changed) if rng.random() < 0.5 else changed
 
     def _sized(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """A copy more or less, or a stage; in all replicas."""
+        """A random move: add or remove a copy of a stage, or a stage, in all replicas."""
         copies, kind = list(genes.copies), int(rng.integers(4))
         place = int(rng.integers(len(copies)))
         if kind == 0:
@@ -544,7 +605,10 @@ class Arrangements:
         return self.recut(replace(genes, copies=tuple(copies)))
 
     def _divided(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """One replica more or less, or two that become one of twice the stages, or the reverse."""
+        """A random move: one replica more or less; or two become one, or one becomes two.
+
+        Where replicas are joined or split, the number of stages of a replica is doubled or halved.
+        """
         kind, stages = int(rng.integers(4)), len(genes.copies)
         if kind < 2:
             more = 1 if kind == 0 or genes.replicas == 1 else -1
@@ -560,7 +624,7 @@ class Arrangements:
         return self.recut(changed)
 
     def _turned(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """One round of a loop more or less."""
+        """A random move: one stage more or less on each device of a loop."""
         turns = genes.turns + (1 if rng.random() < 0.5 else -1)
         if genes.has_copies or genes.size == 1 or not 1 <= turns <= MOST_TURNS:
             return None
@@ -568,9 +632,16 @@ class Arrangements:
 
 
 def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) -> Arrangement | None:
-    """The best arrangement that is bred from the best of these; None: none was found that fits.
+    """Breed a better arrangement from some given ones, by `allocation.evolve`.
 
-    It is never worse than any of them.
+    Args:
+        space: arrangements of the network.
+        seeds: arrangements to begin with.
+        seed: seed of the random numbers.
+
+    Returns:
+        The best arrangement found, which is no worse than any of `seeds`; None: none fits into
+        memory.
     """
     count = len(space.cluster.devices)
     evaluations = max(500, min(_WORK // count, _EACH * count * space.partitions))
@@ -585,10 +656,21 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
 def starts_of(
     space: Arrangements, seeds: Sequence[Arrangement], evaluations: int, rng: RandomGenerator
 ) -> list[Arrangement]:
-    """The best arrangements of other shapes: of the seeds, or tried first. The best comes first.
+    """Choose the arrangements that the breeding begins with: the best one of each kind of shape.
 
-    Shapes that differ in nothing but in how many copies a stage has are one here: of others to
-    begin with there would be few.
+    Besides the seeds and variants of them, other shapes are tried. Shapes that have the same
+    numbers of replicas, stages and stages per device are of one kind, if both or none have copies:
+    otherwise those that differ in their copies alone would take all places.
+
+    Args:
+        space: arrangements of the network.
+        seeds: arrangements that are known to be good.
+        evaluations: limit of the whole breeding; one random shape is tried for every 25 of them, if
+            the cluster is too large to try every shape.
+        rng: random numbers.
+
+    Returns:
+        At most `_STARTS` arrangements, the best first.
     """
     seated = [space.seated(genes) for genes in seeds]
     found = [*seated, *_orders(space, seated), *_screened(space, evaluations // 25, rng)]
@@ -600,15 +682,24 @@ def starts_of(
 
 
 def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
-    """Variants of arrangements: balanced cuts, replicas of equal speed, stages of equal speed."""
+    """Make up to three variants of each arrangement, all with balanced cuts.
+
+    They are: the same devices; replicas of about equal speed; stages of about equal speed.
+    """
     orders = (move(genes) for genes in found for move in (space.recut, space.across, space.alike))
     return [genes for genes in orders if genes is not None]
 
 
 def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arrangement]:
-    """Of many shapes the best, each with the best of a few orders of the devices.
+    """Try many shapes on random orders of the devices, and keep the best of them.
 
-    All are tried on a few, the better half of them on a few more, and so on.
+    All shapes are tried on a few orders, the better half of them on a few more, and so on, until at
+    most ``2 * _STARTS`` are left.
+
+    Args:
+        space: arrangements of the network.
+        count: number of random shapes, if the cluster is too large to try every shape.
+        rng: random numbers.
     """
     if len(space.cluster.devices) <= _ALL_SHAPES:
         shapes = [*space.shapes()]
@@ -624,7 +715,7 @@ def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arr
 
 
 def _best(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
-    """The best of each shape, the best first."""
+    """Keep the best arrangement of each shape; the result is sorted, the best first."""
     shapes: dict[object, Arrangement] = {}
     for genes in sorted(found, key=space.cost):
         shapes.setdefault((genes.replicas, genes.copies, genes.turns), genes)

@@ -1,7 +1,7 @@
 """Cut a network so that its slowest stage is as fast as possible, in milliseconds for any size.
 
-With many micro-batches the time of a step is about that of its slowest stage or message times their
-number, so such cuts are nearly the best. They are found by bisection: for a time limit each stage
+With many micro-batches a step takes about their number times the time of its slowest stage or
+message, so such cuts are nearly the best. They are found by bisection: for a time limit each stage
 takes as many partitions as it can, and either the last one reaches the end of the network or the
 limit is too low. `chains.best_chain` is optimal, but too slow for a thousand stages.
 """
@@ -15,15 +15,17 @@ from lightning_hybrid.planning.step_problem import StepProblem
 
 _HALVINGS = 24
 _ROOM = (1.0, 1.05, 1.2, 1.5)
-"""Multiples of the least limit that are tried: a longer stage may end at a cheaper cut."""
+"""Multiples of the least possible time limit that are tried too: a stage that takes a little longer
+may end at a cut that fewer bytes cross."""
 
 
 def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | None:
-    """Cut a network into runs of consecutive partitions, for a given device of each run.
+    """Cut a network into runs of consecutive partitions, one for each entry of a list of devices.
 
     Args:
         problem: The partitions and devices.
-        order: Device of each run; a device may occur several times, but not twice in a row.
+        order: Device of each run, by index in the replica; a device may occur several times, but
+            not twice in a row.
 
     Returns:
         For each run its end, the number after its last partition; None if no cuts were found that
@@ -56,7 +58,7 @@ def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | Non
 
 
 class _Packing:
-    """Fills one run after the other with partitions, up to a limit of time."""
+    """Fills runs one after the other with as many partitions as a time limit and memory allow."""
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
         self.problem = problem
@@ -72,7 +74,12 @@ class _Packing:
         self.dearest = max(problem.table.cut_bytes, default=0.0) * max(self.rates, default=0.0)
 
     def ends(self, limit_s: float) -> list[int] | None:
-        """Ends of runs that, like their messages, take at most `limit_s` each; None: impossible."""
+        """Fill the runs so that each, and each message between two, takes at most `limit_s`.
+
+        Returns:
+            For each run the number after its last partition; None: the runs cannot hold all
+            partitions.
+        """
         problem = self.problem
         n = self.problem.n
         count = len(self.order)

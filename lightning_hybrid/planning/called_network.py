@@ -1,4 +1,4 @@
-"""A network as the planner gets it: with its graph, and the costs of its partitions."""
+"""A network as the planner gets it: its graph, the inputs of its first call, and its costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class CalledNetwork:
         graph: graph of the first call.
         partitions: partitions of the graph.
         leaves: input tensors of that call, or of one of its micro-batches.
-        known: costs of the partitions; None: they must be measured.
+        known: costs of the partitions; None: `profile` measures them.
     """
 
     name: str
@@ -32,7 +32,9 @@ class CalledNetwork:
     known: PartitionTable | None = None
 
     def profile(self, device: torch.device) -> PartitionTable:
-        """The costs of the partitions, without optimizer state: measured, or read from the cache.
+        """Get the costs of the partitions, without optimizer state.
+
+        They are `known`, or read from the cache on disk, or measured and written to that cache.
 
         Args:
             device: device to measure on.
@@ -44,6 +46,10 @@ class CalledNetwork:
         return cached(measured, *known, device)
 
     def remembered(self, device: torch.device) -> "CalledNetwork":
-        """This network with its profile, and without the memory of the tensors of its call."""
+        """Make a copy that is profiled, and keeps the shapes of its input tensors alone.
+
+        Args:
+            device: device to measure on, if the profile is not known.
+        """
         leaves = [leaf.detach().to("meta") for leaf in self.leaves]
         return replace(self, leaves=leaves, known=self.profile(device))

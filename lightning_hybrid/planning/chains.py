@@ -9,15 +9,15 @@ one to the first:
     W       when the last of the stages so far has stepped, counted from the start of the backward
 
 A step takes F + (M - 1) f + W. So the programme keeps, for every number of stages and every first
-partition, all labels (F, f, B, b, W) that may still be the best. Label 1 makes label 2 superfluous
-if no stages in front of them can make up for the difference ::
+partition (a *state*), all *labels* (F, f, B, b, W) that may still be the best. Label 1 makes label
+2 superfluous if no stages in front of them can make up for the difference ::
 
     F1 - F2 + (M - 1) max(f1 - f2, 0) + max(W1 - W2, B1 - B2 + (M - 1) max(b1 - b2, 0)) <= 0
 
-and any label whose least possible step is above that of a known chain is dropped. Such a chain is
-first one with fair shares, then one found by the same programme with few labels per state. The
-answer is optimal; for problems with more than `_SMALL` partitions times devices it is that of the
-pass with few labels, which need not be optimal.
+and a label is dropped if the least step that it can lead to is longer than that of a known chain.
+The known chain is first one with fair shares, then one found by the same programme with few labels
+per state. The result is optimal if partitions times devices are at most `_SMALL`. For larger
+problems it is the result of the pass with few labels, which need not be optimal.
 """
 
 from collections.abc import Sequence
@@ -33,18 +33,18 @@ from lightning_hybrid.planning.step_problem import StepProblem
 
 _F, _FMAX, _B, _BMAX, _W = range(5)
 _FEW = 8
-"""Labels per state of the first, quick pass."""
+"""Largest number of labels per state in the first, quick pass."""
 _BLOCK = 256
-"""Labels that are compared with each other at once."""
+"""Number of labels that are compared with each other at once."""
 _SMALL = 2_000
 
 
 def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], float]:
-    """Cut a chain so that a step is as short as possible.
+    """Cut a network into a chain of stages, one per device, so that a step is as short as possible.
 
     Args:
         problem: The partitions and devices.
-        order: The device of each stage; each device once.
+        order: The device of each stage, by index in the replica; each device once.
 
     Returns:
         For each stage its end, the number after its last partition; and the seconds of a step.
@@ -73,11 +73,13 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
 
 
 def fair_ends(problem: StepProblem, devices: Sequence[int]) -> list[int]:
-    """Ends that give every stage a share of the work by its device's speed, whatever its memory.
+    """Cut a network so that each stage gets work in proportion to its device's speed.
+
+    Memory and messages are not considered.
 
     Args:
         problem: The partitions and devices.
-        devices: The device of each stage.
+        devices: The device of each stage, by index in the replica.
 
     Returns:
         For each stage its end, the number after its last partition.
@@ -95,7 +97,7 @@ class _Programme:
 
     Args:
         problem: The partitions and devices.
-        order: The device of each stage.
+        order: The device of each stage, by index in the replica.
     """
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
@@ -111,9 +113,13 @@ class _Programme:
         self.fronts = self._fronts()
 
     def _held(self, memory: Floats) -> Floats:
-        """Bytes of a stage by its first partition and the one after its last, shape (n + 1, n + 1).
+        """Bytes of every possible stage, shape (n + 1, n + 1).
 
-        Those of weights that an earlier stage owns are in it.
+        Row a and column b stand for a stage of partitions a .. b - 1. Copies of weights that an
+        earlier stage owns are included.
+
+        Args:
+            memory: (n + 1,) prefix sums of the partitions' bytes.
         """
         held: Floats = memory[None, :] - memory[:, None]
         for weight in self.problem.table.tied:
@@ -125,9 +131,9 @@ class _Programme:
         """For each stage lower bounds of what the stages in front of it take, shape (4, n + 1).
 
         Column i is for stages in front that hold partitions 0 .. i - 1. The rows are the least sum
-        of forward times and messages, the least possible largest of them, and the same two of the
-        backward. Each is minimised by itself, by a dynamic programme of one number; one chain need
-        not reach all four.
+        of their forward times and messages, the least possible largest of these, and the same two
+        of the backward, all in seconds. Each bound is minimised by itself, so that no single chain
+        need reach all four.
         """
         n, m = self.problem.n, self.problem.m
         nothing = np.where(np.arange(n + 1) == 0, 0.0, np.inf)
@@ -157,14 +163,14 @@ class _Programme:
         return self.problem.step_time_s(ends, self.order)
 
     def run(self, limit_s: float, most: int | None) -> list[int] | None:
-        """Search for the best chain of less than `limit_s` seconds.
+        """Search for the best chain whose step takes less than `limit_s` seconds.
 
         Args:
             limit_s: The time that the chain must beat.
             most: Most labels that are kept per state; None: all that are not superfluous.
 
         Returns:
-            The ends of the stages; None: no such chain was found.
+            For each stage the number after its last partition; None: no such chain was found.
         """
         n, m = self.problem.n, self.problem.m
         furthest = [self._furthest(device) for device in self.order]
@@ -197,7 +203,7 @@ class _Programme:
         return ends
 
     def _furthest(self, device: int) -> Ints:
-        """For each first partition of a device's stage, the largest end by memory."""
+        """For each first partition of a stage, the largest end that a device's memory allows."""
         if self.held is None:
             return np.full(self.problem.n + 1, self.problem.n)
         return np.asarray((self.held <= self.problem.ceilings[device]).sum(axis=1) - 1)
@@ -211,19 +217,21 @@ class _Programme:
         limit_s: float,
         most: int | None,
     ) -> tuple[Floats, Ints, Ints] | None:
-        """Find the labels of one state: a stage that begins with partition `start`.
+        """Find the labels of one state: stages from `stage` on, beginning with partition `start`.
+
+        A label has the five numbers F, f, B, b, W of the module for one choice of these stages.
 
         Args:
-            stage: Number of the stage.
-            start: Its first partition.
-            ends: The ends that it may have.
+            stage: Number of the first of these stages.
+            start: Number of its first partition.
+            ends: The ends that this stage may have.
             after: By end, the labels of the stages behind it.
-            limit_s: Labels that cannot lead to a step below this are dropped.
+            limit_s: Labels that cannot lead to a step below this many seconds are dropped.
             most: Most labels to keep; None: all that are not superfluous.
 
         Returns:
-            The labels; for each the end of the stage; and for each the index, in `after[end]`, of
-            the label that it extends. None: there are no labels.
+            The labels; for each label the end of the stage; and for each label the index, in
+            `after[end]`, of the label that it extends. None: there are no labels.
         """
         counts = [len(after[end]) for end in ends]
         end = np.repeat(np.asarray(ends), counts)
@@ -242,7 +250,18 @@ class _Programme:
         return labels[kept], end[kept], before[kept]
 
     def _extended(self, stage: int, start: int, end: Ints, labels: Floats) -> Floats:
-        """Extend labels by a stage in front of them, which holds partitions start .. end - 1."""
+        """Extend labels by a stage in front of their stages.
+
+        Args:
+            stage: Number of the stage.
+            start: Number of its first partition.
+            end: By label, the number after its last partition.
+            labels: Labels of the stages behind it; a row has the numbers F, f, B, b, W of the
+                module.
+
+        Returns:
+            The extended labels, in the same order.
+        """
         problem, device = self.problem, self.order[stage]
         speed, last = problem.speeds[device], stage == problem.m - 1
         f = (self.forward[end] - self.forward[start]) / speed
@@ -270,7 +289,15 @@ class _Programme:
         return result
 
     def _least_s(self, stage: int, start: int, labels: Floats) -> Floats:
-        """For each label, a lower bound of the step of chains that end so; exact for stage 0."""
+        """For each label of a state, a lower bound of the step that it can lead to, in seconds.
+
+        For stage 0, which has no stages in front, it is the time of the step itself.
+
+        Args:
+            stage: Number of the first stage that the labels include.
+            start: Number of its first partition.
+            labels: Labels; a row has the numbers F, f, B, b, W of the module.
+        """
         total, largest, total_back, largest_back = self.fronts[stage][:, start]
         if not np.isfinite(total):  # no chain reaches this state
             return np.full(len(labels), np.inf)
@@ -281,9 +308,17 @@ class _Programme:
 
 
 def _undominated(labels: Floats, more: int) -> Ints:
-    """Indices of the labels that no other one makes superfluous; of equal ones the first stays.
+    """Find the labels that no other label makes superfluous; of equal labels the first one stays.
 
     Labels are compared block by block: with those kept of earlier blocks, then with each other.
+
+    Args:
+        labels: Labels, the most promising ones first; a row has the numbers F, f, B, b, W of the
+            module.
+        more: Number of micro-batches, less one.
+
+    Returns:
+        The indices of these labels, rising.
     """
     kept = np.empty(0, dtype=np.int64)
     for first in range(0, len(labels), _BLOCK):
@@ -298,7 +333,13 @@ def _undominated(labels: Floats, more: int) -> Ints:
 
 
 def _beaten(labels: Floats, by: Floats, more: int) -> NDArray[np.bool_]:
-    """Whether label i (row) is made superfluous by label j (column)."""
+    """Matrix of booleans: whether label i (row) is made superfluous by label j of `by` (column).
+
+    Args:
+        labels: Labels; a row has the numbers F, f, B, b, W of the module.
+        by: Labels that they are compared with.
+        more: Number of micro-batches, less one.
+    """
     d = by[None, :, :] - labels[:, None, :]
     forward = d[..., _F] + more * np.maximum(d[..., _FMAX], 0.0)
     backward = d[..., _B] + more * np.maximum(d[..., _BMAX], 0.0)

@@ -1,4 +1,4 @@
-"""The devices of a run: their speeds and memory, and the coordinates that ranks get by them."""
+"""The devices of a run: their speeds, their memory, and which replica and stage each rank gets."""
 
 import math
 import statistics
@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from lightning_hybrid.errors import PlanError
 
 TOLERANCE = {"cpu": 0.2, "cuda": 0.05}
-"""Speeds that differ by less than this fraction count as equal. A CPU is shared with other work of
-the machine, with which a plan should not change; a GPU is not shared."""
+"""By type of device, the relative difference up to which measured speeds count as equal. It is
+larger for CPUs: other processes use them too, and must not change a plan."""
 CONFIRMED = 0.3
-"""Equal devices (see `want_second_look`) are taken to differ in speed only if a long measurement
-differs by this fraction too."""
+"""Relative difference of speed up to which devices of one kind (see `want_second_look`) count as
+equal after a long measurement."""
 GRID = 0.05
-"""Speeds are rounded to multiples of this, so that a plan does not change with other work."""
+"""Measured relative speeds are rounded to multiples of this, so that small disturbances by other
+processes do not change a plan."""
 WORTHWHILE = 1.05
-"""Ranks are reordered only if the devices together then compute faster by this factor."""
+"""`order_ranks` changes the order of the ranks only if the sum of the stages' speeds grows by this
+factor at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +28,16 @@ class Device:
     Attributes:
         host: name of the machine; ranks of one host share its memory.
         name: ``cpu``, or the model of a GPU.
-        memory_bytes: free memory; on a CPU that of the whole host. None: not known.
-        memory_limits: name and bytes left of each limit on the process's memory; ranks of one host
-            share limits of the same name.
+        memory_bytes: bytes of free memory: of the GPU, or on a CPU of the whole host. None: not
+            known.
+        memory_limits: name and bytes left of each limit on the memory of the rank's process. If
+            ranks of one host have limits of the same name, they share that limit.
         cores: numbers of the host's cores that the process may run on; empty on an accelerator.
         threads: number of threads that compute; 0 on an accelerator.
         units_per_s: units of benchmark work per second of wall-clock time; 0: not measured.
-        units_per_own_s: units per second of the clock of the profile, which on a CPU stops while
-            other processes have the processor.
+        units_per_own_s: units of benchmark work per second of the clock that profiles a network; on
+            a CPU with one thread this clock stops while other processes have the processor. 0: not
+            measured.
     """
 
     host: str
@@ -51,13 +55,14 @@ class Rates:
     """Costs of messages, all-reduces and optimizer steps, measured before there is a plan.
 
     Attributes:
-        message_s: seconds that a message between two stages adds, with the work around it.
-        reduce_bytes_per_s: bytes of the tensor per second, of an all-reduce over all ranks.
+        message_s: seconds that a message between two stages takes beside its transfer (latency, and
+            the work of Python for it).
+        reduce_bytes_per_s: bytes of a tensor that an all-reduce over all ranks sums up per second.
         reduce_s: seconds of an all-reduce of an empty tensor.
         ranks: number of ranks in the measured all-reduces.
         update_s_per_byte: seconds of the optimizer step per byte of trained parameters.
-        overlaps: whether an all-reduce does not slow down a backward at the same time: on an
-            accelerator it does not, on a CPU it takes processor time.
+        overlaps: whether all-reduces and backwards overlap without slowing each other down: True on
+            an accelerator, False on a CPU, where an all-reduce takes processor time.
     """
 
     message_s: float
@@ -68,7 +73,12 @@ class Rates:
     overlaps: bool
 
     def reduced_s(self, size: float, replicas: int) -> float:
-        """Seconds of a ring all-reduce of `size` bytes over some replicas."""
+        """Predict the seconds of a ring all-reduce.
+
+        Args:
+            size: bytes of the tensor.
+            replicas: number of ranks that take part; with 1 the result is 0.
+        """
         if replicas == 1:
             return 0.0
         # a ring of R ranks sends 2 (R - 1) / R of the bytes, and was measured with another R
@@ -78,15 +88,16 @@ class Rates:
     def after_backward(
         self, gradient_bytes: Sequence[float], replicas: int
     ) -> tuple[list[float], list[float]]:
-        """Seconds of all-reduce and optimizer step for each of n partitions.
+        """Predict the seconds of all-reduce and optimizer step for each of n partitions.
 
         Args:
-            gradient_bytes: (n,) bytes of the gradients of each partition.
-            replicas: number of replicas.
+            gradient_bytes: (n,) bytes of the gradients of each partition, in the order of the
+                network.
+            replicas: number of ranks over which gradients are averaged.
 
         Returns:
-            (n,) seconds of the all-reduces, and (n,) of the optimizer steps. If all-reduces do not
-            overlap, the first is empty and the second has both.
+            (n,) seconds of the all-reduces, and (n,) seconds of the optimizer steps. If `overlaps`
+            is False, the first list is empty and the second has the sums of both.
         """
         # the constant part of an all-reduce is counted once, with the last partition
         start_s = self.reduced_s(0.0, replicas)
@@ -100,20 +111,23 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The devices of all ranks, and the coordinates that the ranks get.
+    """The devices of all ranks, and the replica and stage that each rank gets.
 
-    Index ``r * stages + k`` in the mesh is ``pp_rank`` k of replica r: 0 is the driver, with the
-    last stage, and k has stage k - 1. Rank 0 always has index 0.
+    Index ``r * stages + k`` in the mesh stands for ``pp_rank`` k of replica r. ``pp_rank`` 0 is the
+    driver, which runs the user's script and has the last stage; ``pp_rank`` k > 0 has stage k - 1.
+    Rank 0 always has index 0.
 
     Attributes:
         replicas: number of replicas.
         stages: number of ranks of a replica.
-        speeds: speed of each rank's device; 1 is that of rank 0, which is profiled, undisturbed.
+        speeds: by rank, the relative speed of its device; 1 is the device of rank 0, on which
+            networks are profiled, undisturbed by other processes.
         memory_bytes: by rank, the bytes that it may use; None: not known.
-        order: for each index in the mesh, its rank.
+        order: by index in the mesh, the rank.
         bandwidth_bytes_per_s: bandwidth of the slowest link between neighbouring stages; None: not
             measured.
-        rates: costs of a step beside computing; None: not known, and left out of predictions.
+        rates: costs of messages, all-reduces and optimizer steps; None: not known, and left out of
+            predictions.
     """
 
     replicas: int
@@ -126,15 +140,16 @@ class Cluster:
 
     @property
     def capacities(self) -> tuple[float, ...]:
-        """For each ``pp_rank`` the speed of its slowest replica, since the others wait for it."""
+        """By ``pp_rank``, the speed of its slowest device in all replicas; others wait for it."""
         return tuple(min(self.speeds[rank] for rank in ranks) for ranks in self._by_pp_rank())
 
     @property
     def replica_speeds(self) -> tuple[float, ...]:
         """Speed of each replica, relative to one made of the slowest device of every stage.
 
-        All replicas have the same stages, so that the speed of one is the least ratio, over its
-        stages, of its device's speed to that of the slowest device of the stage.
+        All replicas have the same stages. Therefore the speed of a replica is the least, over its
+        stages, of the ratio of its device's speed to the speed of that stage's slowest device in
+        any replica.
         """
         chains = zip(*[iter(self.order)] * self.stages)
         slowest = self.capacities
@@ -144,17 +159,17 @@ class Cluster:
 
     @property
     def memory_limits(self) -> tuple[int, ...] | None:
-        """For each ``pp_rank`` the least memory of its replicas, in bytes; None: not all known."""
+        """By ``pp_rank``, the least bytes that one of its ranks may use; None: not known."""
         if None in self.memory_bytes:
             return None
         known = [amount or 0 for amount in self.memory_bytes]
         return tuple(min(known[rank] for rank in ranks) for ranks in self._by_pp_rank())
 
     def with_capacities(self, capacities: Sequence[float]) -> "Cluster":
-        """The same devices at other speeds.
+        """Make a copy of this cluster whose devices have other speeds.
 
         Args:
-            capacities: by ``pp_rank``, alike in all replicas.
+            capacities: by ``pp_rank``, the relative speed of its devices, the same in all replicas.
         """
         by_rank = dict(zip(self.order, [*capacities] * self.replicas))
         return replace(self, speeds=tuple(by_rank[rank] for rank in sorted(by_rank)))
@@ -170,17 +185,19 @@ def make_cluster(
     given: Sequence[float] | None,
     drivers: Sequence[int] = (),
 ) -> Cluster:
-    """Give the ranks their coordinates, by the speeds of their devices.
+    """Make the `Cluster` of a run: give each rank its replica and stage by the speed of its device.
 
     Args:
-        devices: devices of all ranks.
+        devices: device of each rank, in the order of the ranks.
         replicas: number of replicas.
         stages: number of ranks of a replica.
-        given: relative speeds of the ranks, from the user; None: as measured.
-        drivers: see :func:`order_ranks`.
+        given: relative speed of each rank, from the user; None: use the measured speeds.
+        drivers: the ranks that must be drivers (run the script): one for each replica, rank 0 among
+            them. Empty: the speeds decide.
 
     Raises:
-        PlanError: the given speeds are of another number, or not all finite and positive.
+        PlanError: the number of given speeds is not that of the devices, or a given speed is not a
+            finite number of more than 0.
     """
     speeds = measured_speeds(devices) if given is None else given_speeds(given, len(devices))
     return Cluster(
@@ -195,22 +212,30 @@ def make_cluster(
 
 
 COMMUNICATOR_BYTES = 100 * 2**20
-"""GPU memory of an NCCL communicator, as users report. It is taken off the free memory of devices,
-which is measured before communicators are made."""
+"""GPU memory that one NCCL communicator takes, as users report. It is subtracted from the free
+memory of GPUs, which is measured before communicators are made."""
 
 
 def communicators(replicas: int, stages: int) -> int:
-    """Number of NCCL communicators of a rank: two for each of its two edges, two over replicas."""
+    """Number of NCCL communicators that a rank makes.
+
+    They are two for each link to a neighbouring stage (the ring of stages gives a rank two links),
+    and two for averages over the replicas.
+    """
     return (4 if stages > 1 else 0) + (2 if replicas > 1 else 0)
 
 
 def memory_of_rank(device: Device, devices: Sequence[Device], communicators: int = 0) -> int | None:
-    """Bytes that a rank may use: its share of the memory that ranks of its host share.
+    """Bytes of memory that a rank may use; None: not known.
+
+    A GPU belongs to one rank: the result is its free memory less that of communicators. On CPUs the
+    free memory of the host, and each limit on the processes, is divided equally by the ranks that
+    share it; the least of these shares counts.
 
     Args:
         device: device of the rank.
-        devices: devices of all ranks.
-        communicators: number of NCCL communicators that the rank will have.
+        devices: devices of all ranks, this one included.
+        communicators: number of NCCL communicators that the rank will make.
     """
     # an accelerator belongs to one rank; the memory of a host is shared by its ranks
     if not device.threads:
@@ -227,10 +252,17 @@ def memory_of_rank(device: Device, devices: Sequence[Device], communicators: int
 
 
 def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
-    """Check speeds that the user gave, and divide them by that of rank 0, which is profiled.
+    """Check the speeds that the user gave, and divide them by the speed of rank 0.
+
+    Args:
+        values: relative speed of each rank's device, in the order of the ranks.
+        count: number of devices.
+
+    Returns:
+        The speeds, in the same order; 1.0 for rank 0, on which networks are profiled.
 
     Raises:
-        PlanError: their number is not that of the devices, or one is not finite and positive.
+        PlanError: there are not `count` values, or a value is not a finite number of more than 0.
     """
     if len(values) != count:
         raise PlanError(
@@ -249,11 +281,17 @@ def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
-    """Speeds relative to rank 0 by the clock of the profile, without measurement noise.
+    """The speed of each device, with measurement noise removed.
 
-    * Ranks that share too few cores all get their mean speed.
-    * Ranks whose speeds are nearly equal (`TOLERANCE`) all get their median.
-    * Speeds are rounded to `GRID`.
+    1.0 is what rank 0 does per second of its own processor time, in which the profile is measured
+    (so rank 0 is below 1.0 where other processes take its cores).
+
+    * Ranks that run on the same cores, and have more threads than cores, all get their mean speed.
+    * Ranks whose speeds are nearly equal (`TOLERANCE`) all get their median speed.
+    * Speeds are rounded to multiples of `GRID`.
+
+    Returns:
+        One speed for each device, in the order of ``devices``; a multiple of `GRID`, at least that.
     """
     # the profile is measured on rank 0, by a clock that stops while other processes run
     own = devices[0].units_per_own_s
@@ -277,11 +315,11 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
 
 
 def want_second_look(devices: Sequence[Device]) -> bool:
-    """Whether devices must be measured again, for longer, since equal ones differ in speed.
+    """Whether devices of one kind differ in measured speed, so that a longer measurement is needed.
 
-    Devices of one host with the same model, cores and threads should be equally fast. Mostly they
-    differ by other work during the measurement; or by a quota of the CPU, of which a short
-    measurement meets more or less by chance.
+    Devices are of one kind if they have the same host, model, cores and threads; they should be
+    equally fast. If they differ by more than `TOLERANCE`, mostly other work has disturbed the short
+    measurement, or a CPU quota has stopped some processes in it and others not.
     """
     return not all(
         _alike(twins, TOLERANCE["cpu" if twins[0].threads else "cuda"])
@@ -290,9 +328,16 @@ def want_second_look(devices: Sequence[Device]) -> bool:
 
 
 def with_second_look(devices: Sequence[Device]) -> list[Device]:
-    """The devices with the speeds of a long measurement; nearly equal ones of a kind get the mean.
+    """Give devices of one kind their mean speed, unless a long measurement shows that they differ.
 
-    A kind are devices of one host with the same model, cores and threads.
+    Devices are of one kind if they have the same host, model, cores and threads. If the speeds of a
+    kind differ by more than `CONFIRMED`, its devices keep the speeds that were measured.
+
+    Args:
+        devices: devices of all ranks, with the speeds of a long measurement.
+
+    Returns:
+        The devices in the same order, with corrected `units_per_s`.
     """
     # devices of a kind that differ in a long measurement too differ indeed, and keep their speeds
     means = {
@@ -307,7 +352,7 @@ def with_second_look(devices: Sequence[Device]) -> list[Device]:
 
 
 def _twins(devices: Sequence[Device]) -> dict[object, list[Device]]:
-    """The devices grouped by host, model, cores and threads."""
+    """Group the devices by kind: by host, model, cores and threads."""
     kinds: dict[object, list[Device]] = {}
     for device in devices:
         kinds.setdefault(_kind(device), []).append(device)
@@ -324,9 +369,13 @@ def _alike(devices: Sequence[Device], tolerance: float) -> bool:
 
 
 def _crowded(devices: Sequence[Device]) -> list[list[int]]:
-    """Groups of ranks that may run on the same cores of a host and have more threads than cores.
+    """Find groups of ranks that run on the same cores of a host and have more threads than cores.
 
-    Their measured speeds depend on how the system's scheduler shares the cores.
+    The system's scheduler decides how such ranks share the cores, so their single speeds say
+    little.
+
+    Returns:
+        The ranks of each group.
     """
     places = [(device.host, device.cores) for device in devices]
     groups = [
@@ -345,22 +394,23 @@ def _crowded(devices: Sequence[Device]) -> list[list[int]]:
 def order_ranks(
     speeds: Sequence[float], replicas: int, stages: int, drivers: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Order the ranks so that the replicas of a stage are on devices of similar speed.
+    """Order the ranks so that each stage has devices of similar speed in all replicas.
 
     All replicas have the same cuts and wait for each other in every step, so a stage is as fast as
-    its slowest replica. The sum of these minima over the stages is largest when devices are sorted
-    by speed and divided into blocks, one for each stage. Rank 0 keeps index 0, which makes its
-    block the drivers'. If the gain is small, the ranks keep their order: neighbours in rank are
-    often neighbours in the machine.
+    its slowest device. The sum of these speeds over the stages is largest if devices are sorted by
+    speed and divided into blocks, one for each stage. Rank 0 keeps index 0, so its block is that of
+    the drivers. If the sum grows by less than `WORTHWHILE`, the ranks keep their order: neighbours
+    in rank are often neighbours in the machine.
 
     Args:
         speeds: by rank, the speed of its device.
         replicas: number of replicas.
         stages: number of ranks of a replica.
-        drivers: the ranks that run the script, if others cannot any more.
+        drivers: the ranks that must be drivers (run the script): one for each replica, rank 0 among
+            them. Empty: the speeds decide.
 
     Returns:
-        For each index in the mesh, its rank.
+        By index in the mesh (``replica * stages + pp_rank``), the rank.
     """
     as_they_are = tuple(range(replicas * stages))
     fixed = set(drivers)

@@ -82,14 +82,15 @@ class ClusterDescription:
 
     Attributes:
         name: name of the cluster.
-        devices: the devices, by number.
+        devices: the devices; a device's number is its index here.
         levels: levels of links, from the innermost to the outermost; empty: there is one device.
-        about: origin of the numbers.
-        places: for each device, its number in the whole cluster, by which levels group it; empty:
-            its own number.
+        about: where these data come from, as text.
+        places: if this is a part of a larger cluster, for each device its number there, by which
+            levels group it; empty: its own number.
         unit: the FLOP/s that count as speed 1; None: those of the first device.
-        rates: measured costs of all-reduces and optimizer steps; None: all-reduces are rings over
-            the levels, and the costs of a network have its steps.
+        rates: measured costs of all-reduces and optimizer steps. None: not measured; all-reduces
+            are taken to be rings over the levels, and optimizer steps to take the times in the
+            costs of the network.
 
     Raises:
         PlanError: there is no device; a level is not made of whole groups of the level inside; or
@@ -123,7 +124,7 @@ class ClusterDescription:
 
     @cached_property
     def relative_speeds(self) -> tuple[float, ...]:
-        """Speed of each device, relative to the first one of the whole cluster."""
+        """Speed of each device, relative to `unit`, by default to the first device."""
         return tuple(device.flops_per_s / self._unit for device in self.devices)
 
     @property
@@ -132,12 +133,16 @@ class ClusterDescription:
 
     @cached_property
     def memory_limits(self) -> tuple[float, ...] | None:
-        """Memory of each device in bytes; None: not known of all."""
+        """Memory of each device in bytes; None: that of some device is not known."""
         sizes = [device.memory_bytes for device in self.devices]
         return None if None in sizes else tuple(size or 0.0 for size in sizes)
 
     def level(self, devices: Iterable[int]) -> Level | None:
-        """The innermost level that joins all of these devices; None for a single device."""
+        """Find the innermost level of links that joins some devices; None: it is a single device.
+
+        Args:
+            devices: numbers of the devices.
+        """
         numbers = set(devices)
         if len(numbers) < 2:
             return None
@@ -147,7 +152,11 @@ class ClusterDescription:
         )
 
     def pick(self, numbers: Sequence[int]) -> Self:
-        """The cluster with these devices only, in this order."""
+        """Make the description of a part of the cluster.
+
+        Args:
+            numbers: numbers of its devices, in the order that they get in the part.
+        """
         places = tuple(self.places[number] for number in numbers) if self.places else tuple(numbers)
         outermost = self.level(numbers)
         return replace(
@@ -159,7 +168,11 @@ class ClusterDescription:
         )
 
     def sparing(self, share: float) -> Self:
-        """The cluster with this fraction of each device's memory taken away."""
+        """Make a copy of the description in which each device has less memory.
+
+        Args:
+            share: fraction of each device's memory that is taken away.
+        """
         left = (
             replace(d, memory_bytes=d.memory_bytes and (1 - share) * d.memory_bytes)
             for d in self.devices
@@ -167,10 +180,10 @@ class ClusterDescription:
         return replace(self, devices=tuple(left))
 
     def take(self, count: int) -> Self:
-        """The cluster with its first `count` devices only.
+        """Make the description of the cluster's first `count` devices alone.
 
         Raises:
-            PlanError: it has fewer devices.
+            PlanError: `count` is less than 1, or the cluster has fewer devices.
         """
         if not 1 <= count <= len(self.devices):
             raise PlanError(
@@ -180,7 +193,7 @@ class ClusterDescription:
         return self.pick(range(count))
 
     def to_yaml(self) -> str:
-        """The description as the text of a file that `from_yaml` reads."""
+        """Write the description as YAML, which `from_yaml` reads."""
         record = {
             "name": self.name,
             **({"about": self.about} if self.about else {}),
@@ -201,7 +214,7 @@ class ClusterDescription:
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        """Read a description.
+        """Read a description from YAML text; see the module for its fields.
 
         Raises:
             PlanError: the text is no YAML mapping; a field is unknown, missing or of the wrong
@@ -228,10 +241,13 @@ class ClusterDescription:
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
-        """Read the description in a file, or a shipped one by its name.
+        """Read a description from a file, or one that comes with the package by its name.
+
+        Args:
+            name: path of a YAML file, or the name of a file in `SHIPPED` without its ending.
 
         Raises:
-            PlanError: there is neither; or `from_yaml` refuses the text.
+            PlanError: there is no such file, or `from_yaml` refuses its text.
         """
         shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
         path = shipped.get(str(name), Path(name))

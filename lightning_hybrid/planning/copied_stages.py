@@ -1,7 +1,8 @@
-"""Where to cut a network whose stages have so many copies each, by the simulated step.
+"""Cut a network whose stages have given numbers of copies, by the simulated time of a step.
 
-No closed form and no dynamic programme knows the step of dealt micro-batches. Where there are few
-ways to cut, all are tried; else one cut after the other is improved, from fair shares of the work.
+Copies of a stage take the micro-batches of a replica in turn. No closed form and no dynamic
+programme knows the time of such a step. If there are few ways to cut, all are tried; else the
+search begins with fair shares of the work and improves one cut after the other.
 """
 
 from bisect import bisect_right
@@ -20,23 +21,37 @@ from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import StageCopy
 
 _MOST_CUTS = 100
-"""Sets of cuts that are all tried."""
+"""Largest number of ways to cut for which all of them are tried."""
 
 Owners = tuple[tuple[int, ...], ...]
 AfterBackward = Sequence[tuple[Sequence[float], Sequence[float]]]
 
 
 def owners_of(copies: Sequence[int]) -> Owners:
-    """The devices of a replica that have each stage; the last copy is on 0, the driver's."""
+    """Number the devices of a replica whose stages have copies.
+
+    The first copy of stage 0 is on device 1, the next copies follow; the last copy of the last
+    stage is on device 0, the driver's. Copies (2, 1) give ((1, 2), (0,)).
+
+    Args:
+        copies: by stage, its number of copies.
+
+    Returns:
+        By stage, the devices of its copies.
+    """
     ends = [*accumulate(copies, initial=1)]
     *stages, last = (tuple(range(a, b)) for a, b in pairwise(ends))
     return (*stages, (*last[:-1], 0))
 
 
 def of_slowest(values: Sequence[float], owners: Owners) -> list[float]:
-    """From numbers of all devices the least of each stage's, with the driver's stage first.
+    """Take for each stage the least value of its devices; the last (driver's) stage comes first.
 
-    So are the devices of a chain numbered whose stages have one copy.
+    A chain without copies numbers its devices in this order.
+
+    Args:
+        values: a number for each device of a replica, such as its speed or memory.
+        owners: by stage, the devices of its copies.
     """
     least = [min(values[device] for device in devices) for devices in owners]
     return [least[-1], *least[:-1]]
@@ -47,13 +62,17 @@ class CopiedStages:
     """n network partitions in a row, and S stages with copies to cut them into.
 
     Attributes:
-        chain: the same for single copies; its speeds and limits are those of the least of a stage's
-            devices. Each copy is taken to hold all micro-batches.
-        copies: of each stage.
-        speeds: of all devices of a replica, as `owners_of` numbers them.
-        links: between all of them.
-        after: by stage, for each partition the seconds of its all-reduce over the copies of the
-            stage in all replicas, and of its optimizer step; empty: as in the table of the chain.
+        chain: the same problem with one copy per stage. For each stage it has the least speed and
+            memory of the stage's devices. Each copy is taken to hold all micro-batches.
+        copies: by stage, its number of copies.
+        speeds: speeds of all devices of a replica, which `owners_of` numbers.
+        links: links between all devices of a replica.
+        after: by stage, for each of the n partitions the seconds of its all-reduce over the copies
+            of the stage in all replicas, and those of its optimizer step; empty: as in the table of
+            `chain`.
+
+    Raises:
+        PlanError: the number of stages or of speeds does not agree with `copies`.
     """
 
     chain: StepProblem
@@ -72,7 +91,11 @@ class CopiedStages:
             )
 
     def stage_costs(self, ends: Sequence[int]) -> StepCosts:
-        """What the slowest copy of each stage takes."""
+        """By stage, the times of its slowest copy.
+
+        Args:
+            ends: for each stage the number after its last partition.
+        """
         devices = [*range(1, self.chain.m), 0]
         costs = self.chain.costs(ends, devices)
         if not self.after:
@@ -87,11 +110,17 @@ class CopiedStages:
         return replace(costs, reduce_s=reduce_s, step_s=lent_s)
 
     def costs(self, ends: Sequence[int]) -> DealtCosts:
-        """What each copy takes: they differ in speed and links, not in what they compute."""
+        """By stage and copy, the times of the copy.
+
+        Copies of a stage differ in speed and links, not in what they compute.
+
+        Args:
+            ends: for each stage the number after its last partition.
+        """
         slowest = self.stage_costs(ends)
 
         def each(seconds: Sequence[float]) -> list[list[float]]:
-            """Work that the slowest of a stage does in so many seconds, by copy."""
+            """By stage and copy, the time of work that takes the slowest copy `seconds`."""
             found = []
             for value, devices in zip(seconds, owners_of(self.copies)):
                 least = min(self.speeds[device] for device in devices)
@@ -139,10 +168,13 @@ class CopiedStages:
         return edges
 
     def step_time_s(self, ends: Sequence[int]) -> float:
-        """Predicted seconds of a step; infinite where stages cannot be so.
+        """Predicted seconds of a step; infinite if the cuts are not possible.
 
-        They cannot where a device is too small for its stage, or where a stage that has copies
-        shares a weight with another one.
+        Cuts are not possible if a device has too little memory for its stage, or if a stage with
+        several copies shares a weight with another stage.
+
+        Args:
+            ends: for each stage the number after its last partition.
         """
         for weight in self.chain.table.tied:
             stages = {bisect_right(ends, partition) for partition in weight.partitions}
@@ -154,10 +186,11 @@ class CopiedStages:
 
 
 def best_cuts(problem: CopiedStages) -> tuple[list[int], bool]:
-    """The cuts of least simulated step.
+    """Search for the cuts with the shortest simulated step.
 
     Returns:
-        For each stage the number after its last partition, and whether all cuts were tried.
+        For each stage the number after its last partition; and whether all cuts were tried, so that
+        these are the best.
 
     Raises:
         PlanError: no cuts were found with which every stage fits into memory.

@@ -1,4 +1,4 @@
-"""The step time of fill-drain with copies of stages: that of `simulate_dealt`, computed faster."""
+"""Predict the step time of fill-drain with copies of stages, faster than `simulate_dealt` does."""
 
 from lightning_hybrid.planning.simulate import DealtCosts
 from lightning_hybrid.schedules import StageCopy
@@ -7,11 +7,16 @@ _NOTHING = 0.0, 0.0
 
 
 def dealt_s(costs: DealtCosts, microbatches: int) -> float:
-    """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
+    """Predict the seconds of a step of fill-drain if stages have copies.
 
-    Equal to that of `simulate_dealt`, but computed by a recurrence, without a simulation of events:
-    searches call it thousands of times. Messages go between neighbouring stages, and between copies
-    of the last one and the driver; inputs take no time.
+    A step lasts from the first forward to the last optimizer step. The result equals that of
+    `simulate_dealt`, but is computed by a recurrence and not by events, since searches call this
+    function thousands of times. Messages go between neighbouring stages, and between copies of the
+    last stage and the driver; the network's inputs take no time.
+
+    Args:
+        costs: times by stage and copy; backwards must not be split.
+        microbatches: number of micro-batches, which copies take in turn.
     """
     copies = costs.copies
     edges = costs.edges
@@ -23,7 +28,7 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     arrived_s = [0.0] * microbatches
 
     def sent(stage: int, copy: int, link: tuple[float, float], ready_s: float) -> float:
-        """When a message arrives that a copy sends to whichever other one."""
+        """Send a message from a copy when its link is free; the second at which it arrives."""
         send_s, latency_s = link
         if send_s:  # a message that takes no time does not wait for earlier ones
             ready_s = max(ready_s, out_s[stage][copy])

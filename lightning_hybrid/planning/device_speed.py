@@ -2,7 +2,7 @@
 
 The unit of work is a matrix product and a pass over memory, of equal time on a CPU, as layers
 consist of such operations. Units are counted in a *window* of time instead of timing one: a process
-that may run half of the time takes no longer for one unit, but does half as many.
+that may run half of the time does half as many, but may well end a single one without a pause.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from lightning_hybrid.planning.measure import clock_of, device_name
 from lightning_hybrid.planning.memory_free import host_bytes, memory_limits
 
 WINDOW_S = 0.1
-"""Length of a window: the period of CPU quotas in Linux, and many time slices of its scheduler."""
+"""Seconds of a window: the period of CPU quotas in Linux, and many time slices of its scheduler."""
 WINDOWS = 3
-"""Number of windows, of which the median is taken."""
+"""Number of windows of a short measurement; their median is the result."""
 LONG_S = 2.5
-"""Length of a long measurement, which short bursts of other work disturb little."""
+"""Seconds of a long measurement, which short bursts of other work disturb little."""
 _PASSES = 2.0
-"""Passes of an optimizer over its parameters, in units of the pass that is timed."""
+"""Passes of an optimizer over its parameters, as a multiple of the pass that is timed."""
 _UPDATES = 4
 
 
 def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> Device:
-    """Describe a device.
+    """Describe this process's device: host, model, free memory, cores and threads.
 
     Args:
         device: device of this process.
-        speed: result of `measure_speed`, if it was measured.
+        speed: result of `measure_speed`; zeros: not measured.
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     on_cpu = device.type == "cpu"
@@ -53,10 +53,18 @@ def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> De
 
 
 def measure_speed(device: torch.device, *, long: bool = False) -> tuple[float, float]:
-    """Measure units of work per second of a device: by wall clock, and by the profile's clock.
+    """Measure how many units of benchmark work a device does per second.
 
-    Takes ``WINDOWS * WINDOW_S``, or ``LONG_S``, and a warm-up. Ranks of one host must all run it at
-    the same time, since they slow each other down in a run.
+    It takes ``WINDOWS * WINDOW_S`` seconds, or ``LONG_S``, and a warm-up. All ranks of a host must
+    call it at the same time, since they slow each other down in a run too.
+
+    Args:
+        device: device of this process.
+        long: whether the measurement takes longer, so that other work disturbs it less.
+
+    Returns:
+        Units per second of wall-clock time; and units per second of the clock with which networks
+        are profiled (see `clock_of`).
     """
     unit, clock = _unit(device), clock_of(device)
     # a warm-up, which allocates memory and loads kernels
@@ -71,9 +79,10 @@ def measure_speed(device: torch.device, *, long: bool = False) -> tuple[float, f
 
 @torch.inference_mode()
 def update_s_per_byte(device: torch.device) -> float:
-    """Measure the seconds of an optimizer step per byte of parameters that are not in a cache.
+    """Measure the seconds of an optimizer step per byte of parameters.
 
-    The optimizer is not known before a run: the result is about that of SGD with momentum.
+    The optimizer is not known before a run: the result is about that of SGD with momentum, for
+    parameters that are not in a cache.
     """
     # larger than the caches of most CPUs
     parameters, gradients = (torch.zeros(2**22, device=device) for _ in range(2))
@@ -90,7 +99,11 @@ def update_s_per_byte(device: torch.device) -> float:
 def _window(
     unit: Callable[[], object], clock: Callable[[], float], length_s: float
 ) -> tuple[float, float]:
-    """Count units in a window; units per second by wall clock, and by ``clock``."""
+    """Compute units of work for `length_s` seconds, and count them.
+
+    Returns:
+        Units per second of wall-clock time, and units per second of ``clock``.
+    """
     start_s, start = time.perf_counter(), clock()
     count = 0
     while time.perf_counter() - start_s < length_s:
@@ -101,7 +114,7 @@ def _window(
 
 
 def _unit(device: torch.device) -> Callable[[], object]:
-    """Make the function that computes one unit of work."""
+    """Make a function that computes one unit of benchmark work on a device."""
     width, length = (384, 2**22) if device.type == "cpu" else (2048, 2**25)
     a, b = (torch.ones(width, width, device=device) for _ in range(2))
     long = torch.ones(length, device=device)

@@ -1,9 +1,9 @@
-"""Sizes that the user has left open: numbers of replicas, stages and micro-batches.
+"""Choose the sizes that the user has left open: numbers of replicas, stages and micro-batches.
 
 Every replica takes a batch of its own, as under DDP, so that R replicas train on R batches in a
-step; or the user's code divides the batch by the number of replicas, and they train on one. What is
-compared is therefore the predicted time of a step divided by its number of batches: the time of an
-epoch, up to a constant. How shapes are ranked is in `shapes`.
+step; or the user's code divides the batch by the number of replicas, and they train on one. Sizes
+are therefore compared by the predicted time of a step divided by its number of batches: the time of
+an epoch, up to a constant. How shapes are ranked is in `shapes`.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ class Machine:
     """The devices of all ranks, and costs of communication between them.
 
     Attributes:
-        devices: one entry for each rank.
-        capacity: relative speeds that the user gave; None: as measured.
+        devices: one entry for each rank, in the order of the ranks.
+        capacity: relative speed of each rank's device, from the user; None: as measured.
         bandwidth_bytes_per_s: bandwidth of a link between two stages.
-        rates: costs of a step beside computing.
+        rates: costs of messages, all-reduces and optimizer steps.
     """
 
     devices: tuple[Device, ...]
@@ -47,26 +47,27 @@ class Machine:
     rates: Rates
 
     def cluster(self, replicas: int, stages: int, drivers: Sequence[int] = ()) -> Cluster:
-        """The devices, divided into `replicas` replicas of `stages` devices.
+        """Give the ranks their places in `replicas` replicas of `stages` devices each.
 
         Args:
             replicas: number of replicas.
-            stages: number of devices of each.
-            drivers: see :func:`lightning_hybrid.planning.cluster.order_ranks`.
+            stages: number of devices of each replica.
+            drivers: the ranks that must be drivers (run the script): one for each replica, rank 0
+                among them. Empty: the speeds of the devices decide.
         """
         cluster = make_cluster(self.devices, replicas, stages, self.capacity, drivers)
         bandwidth = self.bandwidth_bytes_per_s
         return replace(cluster, rates=self.rates, bandwidth_bytes_per_s=bandwidth)
 
     def described(self, present_bytes: int = 0) -> ClusterDescription:
-        """The devices as a described cluster, joined by equal links.
+        """Describe the devices for `rank_shapes`: as a cluster in which all links are equal.
 
         Args:
-            present_bytes: bytes of the networks that each device had in use when its free memory
-                was read, and that are freed where another rank owns them.
+            present_bytes: bytes of the networks that were on each device when its free memory was
+                read; they count as free, since a rank frees what other ranks own.
         """
         devices, count = self.devices, len(self.devices)
-        # those of the shape that has the most, which is not known yet
+        # the shape is not known yet: communicators of the one that has the most
         most = max(communicators(count // s, s) for s in range(1, count + 1) if count % s == 0)
         memory = [memory_of_rank(device, devices, most) for device in devices]
         return ClusterDescription(
@@ -99,8 +100,8 @@ class ChosenSizes:
     Attributes:
         best: the sizes with the shortest time of a batch; one stage is preferred by
             :data:`WORTHWHILE`.
-        others: the best sizes for each other number of stages, the fastest first; those that are
-            much slower are estimated only.
+        others: for each other number of stages the best sizes, the fastest first; the times of much
+            slower ones are estimates.
         alone_s: predicted seconds of a batch on a single device.
     """
 
@@ -109,7 +110,7 @@ class ChosenSizes:
     alone_s: float
 
     def describe(self) -> str:
-        """A text for the user: the chosen sizes, their predicted time, and the next best ones."""
+        """Describe the choice to the user: sizes, their predicted time, and the next best sizes."""
         best = self.best
         lines = [f"Chosen for {len(best.arrangement.used)} devices: {_predicted(best)}"]
         for other in self.others[:2]:
@@ -149,16 +150,17 @@ def fastest_sizes(
     Args:
         machine: the devices.
         networks: for each network a function from the number of micro-batches to the table of its
-            partitions, which may measure them.
+            partitions; a call may measure them.
         batch: number of samples in the batch of a single replica.
-        asked: what is open.
-        present_bytes: see `Machine.described`.
+        asked: which sizes are open, and which are allowed.
+        present_bytes: bytes of the networks that were on each device when its free memory was read;
+            they count as free.
 
     Raises:
-        PlanError: no sizes are allowed, or the network fits with none of them.
+        PlanError: no sizes are allowed, or the networks fit into memory with none of them.
     """
     tables = [cache(network) for network in networks]
-    # the slices of so many samples
+    # the costs for micro-batches of so many samples, by their number
     costs = [cache(lambda samples, t=table: t(-(-batch // samples))) for table in tables]
     shapes = rank_shapes(costs, machine.described(present_bytes), batch, asked)
     if not shapes:

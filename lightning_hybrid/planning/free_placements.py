@@ -1,10 +1,11 @@
 """Operators of the genetic algorithm for free placements, whose cost is the time of a step.
 
 A gene is the device of a partition. Operators change *runs*, which are consecutive partitions on
-one device, because each change of device is a cut that costs messages: a child takes its parents'
-genes on the two sides of a cut of one of them; a neighbour has a boundary moved, a run given to
-another device, the devices of two runs exchanged, or a few partitions given to another device.
-Every device keeps a partition, and the last partition stays on device 0, the driver's.
+one device, because each change of device is a cut that costs messages. A child takes the genes of
+one parent before a cut of either parent, and those of the other parent after it. A neighbour has a
+boundary moved, a run given to another device, the devices of two runs exchanged, or a few
+partitions given to another device. Every device keeps a partition, and the last partition stays on
+device 0, the driver's.
 """
 
 from itertools import pairwise
@@ -17,17 +18,17 @@ DevicesOfPartitions = tuple[int, ...]
 
 
 class FreePlacements:
-    """The free placements of a `StepProblem`, for `allocation.evolution`."""
+    """The free placements of a `StepProblem`, as a search space for `allocation.evolve`."""
 
     def __init__(self, problem: StepProblem) -> None:
         self.problem = problem
 
     def cost(self, genes: DevicesOfPartitions) -> float:
-        """Seconds of a step; infinite if a device has too little memory."""
+        """Predicted seconds of a step; infinite if a device has too little memory."""
         return self.problem.step_time_s(*runs(genes))
 
     def random(self, rng: np.random.Generator) -> DevicesOfPartitions:
-        """A random placement, with between one and three runs for each device."""
+        """Make a random placement with one to three runs per device on average."""
         n, m = self.problem.n, self.problem.m
         count = int(rng.integers(m, min(n, 3 * m) + 1))
         # with little memory most random placements do not fit: try some here, since generations
@@ -43,7 +44,7 @@ class FreePlacements:
     def cross(
         self, left: DevicesOfPartitions, right: DevicesOfPartitions, rng: np.random.Generator
     ) -> DevicesOfPartitions:
-        """A child with the genes of `left` before a cut of either parent, of `right` after it."""
+        """Make a child: the genes of `left` before a cut of either parent, of `right` after it."""
         cuts = [*runs(left)[0][:-1], *runs(right)[0][:-1]]
         if not cuts:
             return left
@@ -53,7 +54,7 @@ class FreePlacements:
     def neighbour(
         self, genes: DevicesOfPartitions, rng: np.random.Generator
     ) -> DevicesOfPartitions:
-        """A placement with one random change; see the module."""
+        """Make a copy of a placement with one random change; see the module for the changes."""
         ends, devices = runs(genes)
         ends, devices = list(ends), list(devices)
         kind, m = rng.random(), self.problem.m
@@ -88,6 +89,10 @@ class FreePlacements:
 
 
 def runs(genes: DevicesOfPartitions) -> tuple[list[int], list[int]]:
-    """The runs of a placement: the number after the last partition of each, and its device."""
+    """Find the runs of a placement: consecutive partitions on one device.
+
+    Returns:
+        For each run the number after its last partition; and for each run its device.
+    """
     ends = [i for i, (a, b) in enumerate(pairwise(genes), 1) if a != b]
     return [*ends, len(genes)], [genes[i] for i in (0, *ends)]

@@ -1,7 +1,8 @@
-"""Find cuts, and the number v of stages per device, for the looped schedule.
+"""Choose the cuts, and the number v of stages per device, for the looped schedule.
 
 There is no dynamic programme for stages that share devices, since the step time is no sum over
-them. So the search begins with fair shares and moves one cut at a time, by the simulated step.
+stages. So the search begins with fair shares of the work and moves one cut at a time, as long as
+that shortens the predicted step.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +17,16 @@ _MOVES = (-3, -2, -1, 1, 2, 3)
 
 
 def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
-    """Search for the stages of the looped schedule with the least simulated step time.
+    """Search for the stages of the looped schedule with the least predicted step time.
+
+    All numbers of stages per device from 2 to `MOST_ROUNDS` are tried, as far as there are
+    partitions.
 
     Args:
         problem: The partitions and devices.
 
     Returns:
-        For each stage its end, the number after its last partition; and for each its device.
+        For each stage its end, the number after its last partition; and for each stage its device.
 
     Raises:
         PlanError: there is one device only, or fewer than two partitions per device, or no cuts
@@ -54,11 +58,11 @@ def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
 
 
 def improved(ends: list[int], step_of: Callable[[Sequence[int]], float]) -> list[int]:
-    """Move one cut at a time as long as that makes the step shorter.
+    """Move one cut at a time, by up to three partitions, as long as that makes the step shorter.
 
     Args:
         ends: For each stage its end, the number after its last partition.
-        step_of: Gives the seconds of a step with such ends.
+        step_of: Function from ends to the predicted seconds of a step.
 
     Returns:
         The improved ends.

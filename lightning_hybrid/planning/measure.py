@@ -1,4 +1,4 @@
-"""Measure the partitions of a network, in time and memory, on a real micro-batch.
+"""Measure the time and memory that each partition of a network takes, on a real micro-batch.
 
 The user's state does not change: the captured operations run on copies of the weights, so buffers,
 gradients and random generators stay what they are, and no hook runs.
@@ -31,10 +31,11 @@ from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.stage import copy_to_measure, fresh, input_part, stays_on_cpu, with_saved
 
 ENOUGH_S = 0.1
-"""Measurements are not repeated beyond this total of seconds: a long time is known well enough."""
+"""Seconds after which a measurement is not repeated: so long a time is known well enough."""
 
 ROUNDS_ON_A_GPU = 10
-"""Measurements there follow each other without a wait, so that the queue does not run dry."""
+"""Largest number of measurements on a GPU. They are queued one after the other without a wait, so
+that its queue does not run dry."""
 
 Clock = Callable[[], float]
 
@@ -43,8 +44,10 @@ Clock = Callable[[], float]
 class Moment:
     """The moment at which a GPU has finished all work that was queued so far.
 
+    Subtract an earlier moment to get the time between both, a `Lapse`.
+
     Attributes:
-        event: the event in the queue of the GPU that marks it.
+        event: the event in the queue of the GPU that marks the moment.
     """
 
     event: torch.cuda.Event
@@ -55,11 +58,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Lapse:
-    """The time between two moments. `float(lapse)` waits for the second, and gives seconds.
+    """The time between two moments of a GPU.
+
+    `float(lapse)` waits until the GPU has reached the second moment, and gives seconds.
 
     Attributes:
         begin: the event of the first moment.
-        end: that of the second one.
+        end: the event of the second moment.
     """
 
     begin: torch.cuda.Event
@@ -78,11 +83,12 @@ def _moment(device: torch.device) -> Moment:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for work on a device, in seconds.
+    """Choose the function that reads the time in seconds, for measuring work on a device.
 
-    On a CPU with one thread it is the processor time of this thread, which does not depend on other
-    work of the machine, so that a profile can be kept and used again. With more threads it is the
-    wall clock; on accelerators too, read when their queued operations have ended.
+    On a CPU with one thread it reads the processor time of this thread, which does not depend on
+    other work of the machine, so that a profile can be kept and used again. With more threads it
+    reads the wall clock. On accelerators it waits until all queued operations have ended, then
+    reads the wall clock.
     """
     if device.type == "cpu":
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -103,7 +109,7 @@ def measure(
     repeats: int = 3,
     device: torch.device | None = None,
 ) -> PartitionTable:
-    """Measure each partition, forward and backward, on a real micro-batch.
+    """Measure the forward and backward of each partition on a real micro-batch.
 
     The micro-batch must have its real size, since times are not proportional to it (on a CPU a
     convolution of a single sample takes a path that is several times slower). Partitions of equal
@@ -111,13 +117,15 @@ def measure(
 
     Args:
         graph: the captured network.
-        partitions: its partitions.
-        leaves: tensors of `NetworkGraph.bind` for one micro-batch.
-        repeats: number of measurements after a warm-up, of which the median is taken; fewer if
-            they take more than `ENOUGH_S` together. (On a GPU `ROUNDS_ON_A_GPU`, between events of
-            its queue, so that times are the device's and not the host's.)
-        device: device to measure on, by default the network's. Partitions are copied there one by
-            one.
+        partitions: its partitions, in order.
+        leaves: input tensors of one micro-batch, as `NetworkGraph.bind` gives them.
+        repeats: number of measurements after a warm-up, of which the median is taken; fewer if they
+            take more than `ENOUGH_S` together. (On a GPU there are `ROUNDS_ON_A_GPU`, between
+            events of its queue, so that times are the device's and not the host's.)
+        device: device to measure on; None: the network's. Partitions are copied there one by one.
+
+    Returns:
+        The table of the partitions, without optimizer state.
     """
     device = device or graph.device
     # layers draw random numbers: the user's generators are put back
@@ -174,7 +182,10 @@ def _measure(
 
 
 def _outside_inference(leaf: Tensor) -> Tensor:
-    """A tensor that autograd can keep: a copy of one made in inference mode, as in validation."""
+    """Copy a tensor that was made in inference mode, since autograd cannot save such a tensor.
+
+    Other tensors are returned as they are.
+    """
     return leaf.clone() if leaf.is_inference() else leaf
 
 
@@ -183,7 +194,7 @@ def _sizes(tensors: Sequence[Tensor]) -> Hashable:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of a GPU, or ``cpu``."""
+    """Name a device: the model of a GPU, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -194,7 +205,15 @@ Times = tuple[float | Lapse, ...]
 
 
 def _medians(once: Callable[[], Times | None], repeats: int) -> list[float]:
-    """Call ``once`` several times; the median of each of its values, or empty if it gives None."""
+    """Call ``once`` several times, and take the median of each of the times that it returns.
+
+    Args:
+        once: measures and returns some times; None: they cannot be measured.
+        repeats: number of measurements on a CPU.
+
+    Returns:
+        The medians in seconds; empty if ``once`` returns None.
+    """
     first = once()
     if first is None:
         return []
@@ -226,9 +245,9 @@ class _Partition:
         tensors: copies of its parameters and buffers.
         values: its input activations.
         numbers: values of the graph's inputs that are Python numbers.
-        clock: clock of the device, in seconds or moments.
-        differentiable: whether an earlier partition is trained, so that gradients go back to it.
-            (None go to the network's inputs, or through frozen layers in front of all others.)
+        clock: function that reads the time, in seconds or as a `Moment`.
+        differentiable: whether an earlier partition is trained, so that a backward computes
+            gradients of the inputs for it. (The network's own inputs get no gradients.)
     """
 
     stage: Stage
@@ -239,7 +258,12 @@ class _Partition:
     differentiable: bool
 
     def timed(self, repeats: int, device: torch.device) -> dict[str, Any]:
-        """Measure the partition: median times and sizes, by their names in a `PartitionTable`."""
+        """Measure the partition: median times and sizes, by their names in a `PartitionTable`.
+
+        Args:
+            repeats: number of measurements on a CPU.
+            device: device that the partition is on.
+        """
         parameters = [tensor for tensor in self.tensors if tensor.requires_grad]
         held, peak = _SavedMemory(self.tensors), PeakMemory(device)
         with_saved(lambda: self._in_one(parameters), held.pack, lambda kept: kept)  # warms up
@@ -264,7 +288,11 @@ class _Partition:
         }
 
     def _forward(self) -> tuple[float | Lapse, list[Tensor], list[Any]]:
-        """Run a forward; its time, the inputs that require gradients, and the outputs."""
+        """Run a forward.
+
+        Returns:
+            Its time, the inputs that require gradients, and the outputs.
+        """
         inputs = [value.detach() for value in self.values]
         if self.differentiable:
             inputs = [v.requires_grad_(v.is_floating_point()) for v in inputs]
@@ -274,19 +302,31 @@ class _Partition:
         return forward_s, [value for value in inputs if value.requires_grad], outputs
 
     def _in_one(self, parameters: Sequence[Tensor]) -> Times:
-        """Times of one forward, and of one backward for the inputs and these parameters."""
+        """Run a forward, and a backward as one operation.
+
+        Args:
+            parameters: parameters whose gradients the backward computes, beside those of the
+                inputs.
+
+        Returns:
+            The times of the forward and of the backward; 0 for a backward that computes nothing.
+        """
         forward_s, wanted, outputs = self._forward()
         results, needed = _results(outputs), [*wanted, *parameters]
         if not results or not needed:
             return forward_s, 0.0
         ones = [torch.ones_like(result) for result in results]
         start = self.clock()
-        # an input may not contribute to the outputs
+        # possibly an input does not contribute to the outputs
         torch.autograd.grad(results, needed, ones, allow_unused=True)
         return forward_s, self.clock() - start
 
     def _in_parts(self) -> Times | None:
-        """Times of the two parts of a backward; None: it cannot be split."""
+        """Run a forward, and a backward in two parts.
+
+        Returns:
+            The times of the input part and of the weight part; None: the backward cannot be split.
+        """
         if self.stage.checkpointed:  # it would be recomputed for each part
             return None
         _, wanted, outputs = self._forward()
@@ -308,14 +348,18 @@ class _Partition:
 
 
 def _results(outputs: Sequence[Any]) -> list[Tensor]:
-    """The outputs at which a backward begins: those that the partition has computed."""
+    """Choose the outputs at which a backward begins: tensors that the partition has computed."""
     return [
         o for o in outputs if isinstance(o, Tensor) and o.requires_grad and o.grad_fn is not None
     ]
 
 
 class _SavedMemory:
-    """Adds up the memory of the tensors that autograd saves, without that of ``known`` tensors."""
+    """Adds up the bytes of the tensors that autograd saves for the backward.
+
+    Args:
+        known: tensors that do not count, such as parameters.
+    """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         # the storages are kept alive, since an address may be used again when its owner is freed
@@ -331,7 +375,7 @@ class _SavedMemory:
         return tensor
 
     def forget(self) -> int:
-        """Release the tensors. Returns their size in bytes."""
+        """Release the saved tensors, and return their size in bytes."""
         self._kept.clear()
         return self._bytes
 
@@ -342,15 +386,19 @@ class _SavedMemory:
 # and free it before they return, so no tensor of a graph shows it.
 
 LITTLE_BYTES = 8 * 2**20
-"""Less than this counts as none: a process may take it with anything that it does first."""
+"""Working memory of fewer bytes counts as none: a process may take as much for anything that it
+does for the first time."""
 _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """The peak of memory in use on a device, or on Linux by this process, since this was made.
+    """Watches the peak of memory in use, from when this object is made.
+
+    On a GPU it is the memory of this process's tensors there, on a CPU under Linux that of the
+    process.
 
     Args:
-        device: device of the operations that follow.
+        device: device on which the watched operations run.
     """
 
     def __init__(self, device: torch.device) -> None:

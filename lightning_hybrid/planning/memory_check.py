@@ -1,4 +1,7 @@
-"""Refuse networks that do not fit into memory: say what is missing where, and what would fit."""
+"""Refuse networks that do not fit into memory: say what is missing where, and what would fit.
+
+Throughout, m is the number of devices of a replica, and a *chain* has one stage on each of them.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +18,17 @@ _SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSizes:
-    """Sizes with which a network is spread over the devices of a replica, as a chain of stages.
+    """How a network is spread over the devices of a replica, as a chain of stages.
 
     Attributes:
         stages: number of stages, one for each device.
-        microbatches: number of micro-batches; without recomputation the activations of all are held
-            at once.
-        recompute: whether stages recompute activations: then those of one micro-batch are held, and
-            the inputs of all.
-        inside: whether backwards run inside of calls: then as many micro-batches are held at once
-            as there are stages, at most, and a second set of gradients.
+        microbatches: number of micro-batches of a replica's batch. Without the next two options a
+            device holds the activations of all of them at once.
+        recompute: whether stages recompute activations in the backward: then a device holds the
+            activations of one micro-batch, and the inputs of all.
+        inside: whether backwards run inside of the network's calls (schedule `1f1b`): then a device
+            holds the activations of at most as many micro-batches as there are stages, and a second
+            set of gradients.
     """
 
     stages: int
@@ -34,7 +38,7 @@ class ChainSizes:
 
     @property
     def alive(self) -> int:
-        """How many micro-batches the first stage has begun with and not ended."""
+        """Most micro-batches that stage 0 has run forward and not yet backward."""
         # a single stage runs the backward of each micro-batch before the next one's forward
         most = self.stages if self.inside or self.stages == 1 else self.microbatches
         return min(most, self.microbatches)
@@ -52,8 +56,9 @@ class TrainingMemory:
 
     Attributes:
         needed: bytes that each partition holds; empty: not known.
-        most: number of forwards whose activations a partition holds at once.
-        kept_inputs: further bytes on each device, of stage inputs kept for recomputation.
+        most: number of micro-batches whose activations a partition holds at once.
+        kept_inputs: further bytes that each device holds: inputs of its stages, kept for
+            recomputation.
     """
 
     needed: Sequence[int]
@@ -61,22 +66,29 @@ class TrainingMemory:
     kept_inputs: int = 0
 
     def room(self, limits: Sequence[int]) -> tuple[int, ...]:
-        """The limits of devices less the inputs that they keep."""
+        """Subtract the kept inputs from the limits of the devices.
+
+        Args:
+            limits: bytes that each device may use.
+
+        Returns:
+            Bytes that each device may use for partitions.
+        """
         return tuple(max(0, limit - self.kept_inputs) for limit in limits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Whether a network, spread in a way, fits into the memory of devices.
+    """Compares the memory that a network needs, spread in one way, with the memory of the devices.
 
     Attributes:
-        way: the sizes.
+        way: numbers of stages and micro-batches, and options that change the memory.
         limits: (m,) bytes that each device may use, by its index in the replica.
         whole: table of the network for the whole batch of a replica; its activations are taken to
             be proportional to the samples.
         batch: number of samples, which is also the largest number of micro-batches.
-        may_recompute: whether recomputation may be advised.
-        may_go_inside: whether backwards inside of calls may be.
+        may_recompute: whether the advice in an error may be recomputation.
+        may_go_inside: whether the advice may be that backwards run inside of calls.
     """
 
     way: ChainSizes
@@ -97,7 +109,16 @@ class Fit:
         may_recompute: bool = True,
         may_go_inside: bool = False,
     ) -> "Fit":
-        """Make it of a network's table, whose sizes are for a micro-batch of ``way``."""
+        """Make a `Fit` from a table that is for one micro-batch.
+
+        Args:
+            table: table of the network, whose sizes are for a micro-batch of ``way``.
+            way: numbers of stages and micro-batches, and options that change the memory.
+            limits: (m,) bytes that each device may use, by its index in the replica.
+            batch: number of samples of a replica's batch.
+            may_recompute: whether the advice in an error may be recomputation.
+            may_go_inside: whether the advice may be that backwards run inside of calls.
+        """
         whole = table.scaled(way.microbatches)
         return cls(
             way=way,
@@ -110,26 +131,26 @@ class Fit:
 
     @property
     def crossing_bytes(self) -> float:
-        """Bytes that cross the widest cut, for the whole batch."""
+        """Bytes of the whole batch's activations that cross the widest cut."""
         return max(self.whole.cut_bytes, default=0.0)
 
     @cached_property
     def lacks(self) -> list[float]:
-        """(m,) bytes that each device lacks (negative: has left), with the best cuts.
+        """(m,) bytes that each device lacks with the best cuts; negative: bytes that are left.
 
-        Those are the cuts for which the device that lacks most lacks as little as possible.
+        The best cuts are those for which the device that lacks most lacks as little as possible.
         """
         return least_lacks(self._held, self._room, self._order)
 
     @property
     def fits(self) -> bool:
-        """Whether there are cuts with which no device lacks memory, but for rounding."""
+        """Whether there are cuts with which no device lacks memory, but for rounding errors."""
         ceilings = [size * (1 + SLACK) for size in self._room]
         return _filled(self._held, ceilings, self._order) is not None
 
     @property
     def _held(self) -> PartitionTable:
-        """The table with the bytes that each partition holds in training."""
+        """The network's table, with the bytes that each partition holds in training filled in."""
         way, whole = self.way, self.whole
         share = (1 if way.recompute else way.alive) / way.microbatches
         sizes = zip(whole.kept_bytes, whole.activation_bytes)
@@ -141,7 +162,7 @@ class Fit:
 
     @property
     def _room(self) -> list[float]:
-        """(m,) bytes that each device has beside the inputs that its stage keeps to recompute."""
+        """(m,) bytes of each device for partitions, less the inputs kept for recomputation."""
         share = self.way.alive / self.way.microbatches if self.way.recompute else 0.0
         kept_inputs = share * self.crossing_bytes
         return [limit - kept_inputs for limit in self.limits]
@@ -151,7 +172,7 @@ class Fit:
         return [*range(1, self.way.stages), 0]
 
     def on(self, way: ChainSizes, limits: Sequence[float]) -> "Fit":
-        """The same network, spread in another way over other devices."""
+        """Make the `Fit` of the same network, spread in another way over other devices."""
         return replace(self, way=way, limits=limits)
 
     def __str__(self) -> str:
@@ -167,15 +188,16 @@ class Fit:
 def least_lacks(
     table: PartitionTable, limits: Sequence[float], order: Sequence[int]
 ) -> list[float]:
-    """Cut a chain so that the largest lack of memory of a device is least.
+    """Find how much memory each device lacks, for the chain whose largest lack is least.
 
     Args:
         table: the partitions, with their memory.
-        limits: (m,) bytes of each device.
-        order: (m,) the device of each stage.
+        limits: (m,) bytes of each device, by its index in the replica.
+        order: (m,) the device of each stage, by index in the replica.
 
     Returns:
-        (m,) bytes that each device lacks; a negative number is what it has left.
+        (m,) bytes that each device lacks; a negative number is what it has left; infinite if there
+        are fewer partitions than stages.
     """
     # with the upper bound as additional memory, each device could hold all partitions
     copies = sum(weight.copy_bytes * len(order) for weight in table.tied)
@@ -193,9 +215,15 @@ def least_lacks(
 def _filled(
     table: PartitionTable, limits: Sequence[float], order: Sequence[int]
 ) -> list[float] | None:
-    """Bytes on each device if each stage in turn takes as much as fits; None: not all fits.
+    """Cut a chain by memory alone: each stage in turn takes as many partitions as its device holds.
 
-    Each stage gets at least one partition.
+    Args:
+        table: the partitions, with their memory.
+        limits: (m,) bytes of each device, by its index in the replica.
+        order: (m,) the device of each stage, by index in the replica.
+
+    Returns:
+        (m,) bytes on each device; None: some partitions are left over, or a stage gets none.
     """
     taken = [0.0] * len(limits)
     position = 0
@@ -213,7 +241,11 @@ def _filled(
 
 
 def what_lacks(tried: Sequence[Fit]) -> str:
-    """Text of what devices lack: for each number of stages the try that lacks least."""
+    """Write what devices lack, as text for an error: for each number of stages the nearest try.
+
+    Args:
+        tried: ways that were tried and do not fit; the nearest is the one that lacks least.
+    """
     nearest: dict[int, Fit] = {}
     for fit in sorted(tried, key=_worst):
         nearest.setdefault(fit.way.stages, fit)
@@ -221,7 +253,11 @@ def what_lacks(tried: Sequence[Fit]) -> str:
 
 
 def what_would_fit(tried: Sequence[Fit]) -> str:
-    """Text of advice with which sizes or devices the network would fit, given what was tried."""
+    """Write with which sizes or devices the network would fit, as text for an error.
+
+    Args:
+        tried: ways that were tried and do not fit; they are not advised.
+    """
     # start from the try that lacks least
     nearest = min(tried, key=_worst)
     known = {fit.way for fit in tried}
@@ -241,7 +277,14 @@ def what_would_fit(tried: Sequence[Fit]) -> str:
 
 
 def _ways(nearest: Fit) -> Iterator[ChainSizes]:
-    """Ways that fit: with as many stages, another schedule; or recomputation; or more stages."""
+    """Find ways of spreading the network that fit into memory, for advice.
+
+    They have as many stages and another schedule or recomputation; or more stages, on devices like
+    the smallest one.
+
+    Args:
+        nearest: the try, among those that do not fit, that lacks least.
+    """
     stages, microbatches = nearest.way.stages, nearest.way.microbatches
     room = min(nearest.limits)
     # powers of two divide most batches
@@ -280,15 +323,17 @@ def check_memory(
     tried: Sequence[Fit] = (),
     contiguous: bool = False,
 ) -> None:
-    """Refuse a network that no placement can hold.
+    """Raise an error with advice if no placement of a network fits into memory.
 
     Args:
-        table: its partitions.
-        held: memory that they hold in training.
+        table: the network's partitions.
+        held: memory that the partitions hold in training.
         limits: bytes that each device of a replica may use, by its index.
         recompute: whether activations are recomputed.
-        tried: the current way of spreading the network, then others that need not be advised.
-        contiguous: whether the placement is a chain, which must fit as the first of `tried`.
+        tried: the current way of spreading the network, then other ways that the advice leaves out;
+            empty: no other ways are advised.
+        contiguous: whether each device must have one stage: then a chain must fit, the first of
+            `tried`.
 
     Raises:
         PlanError: one partition is larger than any device, or all are larger than all devices
@@ -337,7 +382,13 @@ def _advice(table: PartitionTable, held: int, more: str, tried: Sequence[Fit]) -
 
 
 def _spelled(table: PartitionTable, held: int, which: slice = slice(None)) -> str:
-    """What some partitions need: with activations of so many micro-batches, and by kind."""
+    """Write what some partitions need, in all and by kind of memory.
+
+    Args:
+        table: the partitions.
+        held: number of micro-batches whose activations are held at once.
+        which: the partitions that count.
+    """
     kept, *parts, activations = (
         sum(sizes[which])
         for sizes in (

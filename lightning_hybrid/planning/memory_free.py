@@ -1,7 +1,7 @@
-"""Find how much memory this process may still use: free memory of its host, and its limits.
+"""Find how much memory this process may still use: free memory of its host, and limits on it.
 
-Limits are those of the process's group and of all groups above it (cgroups of Linux, both
-versions), and that on its address space (``ulimit -v``).
+Limits are those of the process's control group and of all groups above it (cgroups of Linux, both
+versions), and the limit on its address space (``ulimit -v``).
 """
 
 import ctypes
@@ -18,18 +18,19 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 Limit = tuple[str, int]
-"""Name of what has the limit, and bytes left. Processes of a host share limits of one name."""
+"""Name of what has the limit (a control group, or a process), and bytes left. Processes of a host
+share a limit if its name is the same for them."""
 
 _FILES = {
-    # files of limit and use, and a prefix of counters in memory.stat: in version 1 those without it
-    # leave out the groups below
+    # by version of cgroups: files with the limit and the use, and prefix of the counters in
+    # memory.stat (in version 1, counters without the prefix leave out the groups below)
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
 
 
 def host_bytes(proc: Path = Path("/proc")) -> int | None:
-    """Bytes that all processes of this host may still use together; ``None``: not known."""
+    """Bytes that all processes of this host together may still use; ``None``: not known."""
     with suppress(OSError):
         for line in (proc / "meminfo").read_text().splitlines():
             # it includes caches that the system frees on demand, unlike MemFree
@@ -41,36 +42,40 @@ def host_bytes(proc: Path = Path("/proc")) -> int | None:
 def memory_limits(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[Limit, ...]:
-    """The limits on the memory of this process, each with what is left.
+    """List the limits on the memory of this process, each with the bytes that are left.
 
     Args:
         proc: folder with the files of processes in Linux.
-        cgroups: folder with the files of groups.
+        cgroups: folder with the files of control groups.
     """
     return (*_of_groups(proc, cgroups), *_of_address_space(proc))
 
 
 def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process may still use if no other takes any; ``None``: not known."""
+    """Bytes that this process may still use if no other process takes any; ``None``: not known."""
     host, limits = host_bytes(proc), [left for _, left in memory_limits(proc, cgroups)]
     return min(limits if host is None else [host, *limits], default=None)
 
 
 def give_back_memory() -> None:
-    """Return memory that was freed here to the system, from which the process else keeps it."""
+    """Return memory that this process has freed, and that its allocator still keeps, to the system.
+
+    Only glibc can; elsewhere nothing happens.
+    """
     with suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_on(device: torch.device) -> int | None:
-    """Bytes that this process may still use on its device; ``None``: not known."""
+    """Bytes of a device's memory that this process may still use; ``None``: not known."""
     return free_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def free_of_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process and others of its group may still use together; ``None``: not known.
+    """Bytes that the processes of this process's control group may still use; ``None``: not known.
 
-    The limit on the address space, which is that of one process, does not count.
+    They use the host's memory too. The limit on the address space does not count: each process has
+    its own.
     """
     host, groups = host_bytes(proc), [left for _, left in _of_groups(proc, cgroups)]
     return min(groups if host is None else [host, *groups], default=None)
@@ -103,7 +108,12 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[Limit]:
 
 
 def _cached(place: Path, prefix: str) -> int:
-    """Bytes of cached pages of files in a group: they count as used, but are freed on demand."""
+    """Bytes of cached file pages in a control group: they count as used, but are freed on demand.
+
+    Args:
+        place: folder of the group.
+        prefix: prefix of the counters in its file ``memory.stat``.
+    """
     names = [f"{prefix}inactive_file", f"{prefix}active_file"]
     with suppress(OSError):
         fields = (line.split() for line in (place / "memory.stat").read_text().splitlines())

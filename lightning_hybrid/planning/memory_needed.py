@@ -14,8 +14,8 @@ from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.schedules import INSIDE, STREAMED, most_in_loops
 
 DRIVER_BYTES, WORKER_BYTES = 96 * 2**20, 56 * 2**20
-"""Memory beside tensors that a process takes after its free memory was read: for TorchDynamo, code
-of stages, process groups, messages. Measured with a tiny network on CPUs."""
+"""Bytes that a driver's and a worker's process take beside tensors, after the free memory was read:
+for TorchDynamo, code of stages, process groups, messages. Measured with a tiny network on CPUs."""
 
 _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "SGD": lambda o: int(o["momentum"] != 0),
@@ -31,24 +31,24 @@ _TENSORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "Rprop": lambda o: 2,
     "Muon": lambda o: 1,
 }
-"""By optimizer of torch, number of tensors of a parameter's size in its state for the parameter,
-from the options of a parameter group."""
+"""By name of an optimizer of torch, a function from the options of a parameter group to the number
+of tensors of a parameter's size that the optimizer keeps for each parameter."""
 ASSUMED_TENSORS = 2
-"""The number for all other optimizers, that of Adam."""
+"""Number of such tensors that any other optimizer is taken to keep: that of Adam."""
 
 
 def optimizer_bytes(
     network: nn.Module, optimizers: Iterable[Optimizer], sharers: int = 1
 ) -> dict[str, int]:
-    """Predict the optimizers' state, which does not exist before the first step.
+    """Predict the size of the optimizers' state, which does not exist before the first step.
 
     Args:
-        network: network that they train.
-        optimizers: the user's optimizers.
-        sharers: number of replicas that divide the state; each is taken to get an equal part.
+        network: network whose parameters the optimizers train.
+        optimizers: the user's optimizers; parameters of other networks in them do not count.
+        sharers: number of replicas that divide the state, in equal parts; 1: each keeps all of it.
 
     Returns:
-        Bytes of state by name of those of the network's parameters that are trained.
+        By name in `network` of each trained parameter, the bytes of its state on one replica.
     """
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     sizes: dict[str, int] = {}
@@ -70,7 +70,7 @@ def held_in_training(
     """Predict the memory that each partition holds in training.
 
     Args:
-        table: the partitions.
+        table: the partitions, with their sizes.
         settings: options of the user.
         way: numbers of stages and micro-batches, and whether activations are recomputed.
     """
@@ -79,14 +79,14 @@ def held_in_training(
     # all micro-batches of a batch go forward before the first one goes backward; but a single stage
     # runs the backward of each before the next one's forward
     most = 1 if way.stages == 1 else way.microbatches
-    # backwards that run inside of a call leave gradients aside, until the loss has one
+    # backwards inside of a call keep a second set of gradients, until the loss has its gradient
     aside = 0
     if settings.schedule == INSIDE and way.stages > 1:
         most, aside = min(way.stages, way.microbatches), 1
-        # of a loop, whose first device begins with more: see `interleaved`
+        # in a loop the first device begins with more micro-batches: see `interleaved`
         if not settings.contiguous:
             most = min(most_in_loops(way.stages, way.microbatches), way.microbatches)
-    kept_inputs = copies = 0  # copies of the weights of a stage
+    kept_inputs = copies = 0  # number of copies of a stage's weights
     if way.recompute:
         most, kept_inputs = 1, most * widest
     if streamed is not None:
@@ -108,11 +108,11 @@ def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int
     """Bytes that devices may use beside networks that are placed on them already.
 
     Args:
-        limits: (m,) bytes of each device of a replica; None: not known.
-        beside: plans of those networks.
+        limits: (m,) bytes that each device of a replica may use; None: not known.
+        beside: plans of the networks that are placed already.
 
     Returns:
-        (m,) bytes left on each device; None: not known.
+        (m,) bytes left on each device, 0 at least; None: not known.
     """
     if limits is None:
         return None
@@ -132,10 +132,10 @@ class RunMemory:
     """Memory that ranks take in a run beside that of their stages.
 
     Attributes:
-        start_bytes: bytes before the cut, when a network that is built in ``__init__`` is whole on
-            each rank.
-        passing_bytes: by name of the partition, the most bytes used for a moment: by an operation,
-            or by another tensor of the size of its largest parameter.
+        start_bytes: bytes on each rank before the network is cut: a network that is built in
+            ``__init__`` is then whole on each rank.
+        passing_bytes: by name of the partition, the most bytes that it uses for a moment: for an
+            operation, or for another tensor of the size of its largest parameter.
         batch_bytes: bytes on the driver for inputs and outputs of all micro-batches, and their
             gradients.
         on_cpu: whether stages are on CPUs, so that tensors and the process share the memory.
@@ -148,18 +148,19 @@ class RunMemory:
 
 
 def with_peaks(plan: Plan, life: RunMemory, limits: tuple[int, ...] | None) -> Plan:
-    """Fill in the peak and the limit of memory in a plan's rows, for the rank of each stage.
+    """Make a copy of a plan whose rows have the peak and the limit of memory of each stage's rank.
 
     A step holds the stages; tensors that cross their cuts (those sent of all micro-batches, and two
     gradients in transfer); and with recomputation the inputs of all micro-batches. For a moment
     there is more: memory that operations use, or another tensor of the size of the largest
     parameter (a gradient that is added to another one, or an optimizer's divisor), whichever is
-    more. Checkpoints and the end of a run take no more: beside what is kept one tensor at most.
+    more. Checkpoints and the end of a run take no more than that: beside what is kept, one tensor
+    at most.
 
     Args:
-        plan: plan of one network.
+        plan: plan of one network; without predicted memory it is returned as it is.
         life: memory that ranks take beside their stages.
-        limits: bytes that each device may use; None: not known.
+        limits: bytes that each device of a replica may use, by its index; None: not known.
     """
     rows = plan.rows
     if any(row.memory_bytes is None for row in rows):

@@ -14,18 +14,20 @@ from lightning_hybrid.planning.plan import StagePlan
 from lightning_hybrid.planning.step_time import TIMES, StepCosts
 
 COUNTED = "counted"
-"""Stands for a device where FLOPs were counted, and no times measured."""
+"""Stands in `PartitionTable.device` in place of a device, if FLOPs were counted and no times
+measured."""
 
 
 @dataclass(frozen=True)
 class TiedWeight:
-    """A weight that several partitions use.
+    """A weight that several partitions use; the rank of the first one owns it.
 
     Attributes:
         size_bytes: its size.
-        partitions: their numbers, rising.
+        partitions: numbers of the partitions that use it, rising.
         elements: its number of elements.
-        copy_bytes: bytes that a rank holds which uses it and does not own it: with its gradient.
+        copy_bytes: bytes that another rank which uses the weight holds for it: a copy, and its
+            gradient.
     """
 
     size_bytes: float
@@ -34,7 +36,7 @@ class TiedWeight:
     copy_bytes: float = 0.0
 
     def borrowed(self, a: int, b: int) -> bool:
-        """Whether partitions a .. b - 1 use it, and an earlier one owns it."""
+        """Whether partitions a .. b - 1 use the weight and an earlier partition owns it."""
         return self.partitions[0] < a and any(a <= k < b for k in self.partitions)
 
 
@@ -42,10 +44,11 @@ class TiedWeight:
 class PartitionTable:
     """Times and sizes of n network partitions, in order, at the size of a micro-batch.
 
-    Times are those of a device of speed 1, in seconds, or FLOPs where only those were counted;
-    sizes are in bytes. Empty lists are not known, or not counted; an empty list for a part of a
-    split backward means half of the backward. A weight that several partitions use is the first
-    one's, whose rank owns it: what it takes counts there, and what other ranks hold is in `tied`.
+    Times are seconds on a device of speed 1, or FLOPs where only those were counted
+    (`is_measured`); sizes are in bytes. An empty list means: not known, or not counted; for a part
+    of a split backward it means half of the backward. If several partitions use a weight, all that
+    it takes counts with the first one, whose rank owns it; what other ranks hold of it is in
+    `tied`.
 
     Attributes:
         forward_s: times of the forward of a micro-batch.
@@ -63,17 +66,18 @@ class PartitionTable:
         bucket_bytes: sizes of the copies of gradients that replicas average.
         kept_bytes: sizes of parameters, gradients, their copies and optimizer state together.
         state_bytes: the part of `kept_bytes` that is optimizer state which replicas divide; empty:
-            they do not.
+            they do not divide it.
         activation_bytes: sizes of the activations held between forward and backward, per
-            micro-batch; when counted: of all that the layers return. A tensor that two partitions
-            hold counts in both, so that their sum is an upper bound.
+            micro-batch; if FLOPs were counted: of all that the layers return. A tensor that two
+            partitions hold counts in both, so that their sum is an upper bound.
         working_bytes: bytes that operations allocate while they run, beside their results.
-        input_part_s: times of the input part of a split backward, for `zero_bubble`.
-        weight_part_s: times of the weight part of a split backward; None if it cannot be split.
+        input_part_s: times of the input part of a split backward (gradients of the inputs).
+        weight_part_s: times of the weight part of a split backward (gradients of the parameters);
+            None if the backward cannot be split.
         output_bytes: size of the network's outputs, per micro-batch.
         tied: weights that several partitions use.
         batch: number of samples of the micro-batch.
-        device: the device that was measured, or `COUNTED`.
+        device: name of the device that was measured, or `COUNTED`.
 
     Raises:
         PlanError: lists of unequal length.
@@ -125,15 +129,16 @@ class PartitionTable:
         batch: int,
         device: str,
     ) -> "PartitionTable":
-        """Make the table of a network, without optimizer state.
+        """Make the table of a network from measurements, without optimizer state.
 
         Args:
             graph: graph of the network.
-            partitions: partitions of the graph.
+            partitions: partitions of the graph, in order.
             rows: for each partition its times, and its sizes that depend on the micro-batch, by
-                the names of the attributes; of the outputs, those that cross a cut after it.
+                name of the attribute; and ``output_bytes``, the bytes that cross a cut after the
+                partition.
             batch: number of samples of the micro-batch.
-            device: the device that was measured, or `COUNTED`.
+            device: name of the device that was measured, or `COUNTED`.
         """
         weights = dict(graph.network.named_parameters())
         uses = _uses(partitions)
@@ -175,15 +180,16 @@ class PartitionTable:
         return self.device != COUNTED
 
     def record(self) -> dict[str, Any]:
-        """The table as plain values, for a file; empty columns are left out."""
+        """Convert the table to plain values, for a file; empty columns are left out."""
         return {name: value for name, value in asdict(self).items() if value != ()}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "PartitionTable":
-        """A table from `record`.
+        """Make a table from the plain values that `record` gives.
 
         Raises:
-            TypeError, KeyError, PlanError: it is no record of a table, or has impossible numbers.
+            TypeError, KeyError, PlanError: `record` is not that of a table, or a number in it is
+                negative or not finite.
         """
         for name, value in record.items():
             values = [value] if isinstance(value, int | float) else value
@@ -205,12 +211,12 @@ class PartitionTable:
         *,
         divides: bool = False,
     ) -> "PartitionTable":
-        """The table with optimizer state.
+        """Make a copy whose `kept_bytes` include optimizer state.
 
         Args:
-            partitions: partitions of the network.
+            partitions: partitions of the network, in order.
             state_bytes: bytes of optimizer state, by name of the parameter.
-            divides: whether replicas divide the state.
+            divides: whether replicas divide the state; see `divided`.
         """
         states = [0] * len(partitions)
         for name, (first, *_) in _uses(partitions).items():
@@ -220,29 +226,38 @@ class PartitionTable:
 
     @cached_property
     def loads(self) -> list[float]:
-        """Seconds of forward and backward of each partition together."""
+        """For each partition the time of its forward and backward together."""
         return [f + b for f, b in zip(self.forward_s, self.backward_s)]
 
     @cached_property
     def sums(self) -> dict[str, list[float]]:
-        """By name of a list, its n + 1 prefix sums, from 0; zeros if the list is empty."""
+        """By name of a column of times or of `memory_bytes`, its n + 1 prefix sums, from 0.
+
+        For an empty column they are zeros.
+        """
         names = ("forward_s", "backward_s", "reduce_s", "step_s", "memory_bytes")
         nothing = (0.0,) * len(self.forward_s)
         return {name: [0.0, *accumulate(getattr(self, name) or nothing)] for name in names}
 
     def held(self, a: int, b: int) -> float:
-        """Bytes of partitions a .. b - 1 on one device, with copies of weights of earlier ones."""
+        """Bytes that a device holds for partitions a .. b - 1, with copies of borrowed weights."""
         sums = self.sums["memory_bytes"]
         return sums[b] - sums[a] + sum(w.copy_bytes for w in self.tied if w.borrowed(a, b))
 
     def borrowed_by(
         self, ends: Sequence[int], devices: Sequence[int]
     ) -> Iterator[tuple[int, TiedWeight]]:
-        """The stages that hold a copy of a weight, and the weight; once for each device.
+        """Find the stages that hold a copy of a weight that an earlier stage owns.
+
+        A device with several stages that use the weight holds one copy, which counts with the
+        first.
 
         Args:
             ends: for each stage the number after its last partition.
-            devices: for each stage its device.
+            devices: for each stage its device, by index in the replica.
+
+        Yields:
+            The stage's number, and the weight.
         """
         for weight in self.tied:
             first, *others = sorted({bisect_right(ends, k) for k in weight.partitions})
@@ -253,32 +268,40 @@ class PartitionTable:
                     yield stage, weight
 
     def held_bytes(self, in_flight: int) -> list[int]:
-        """Bytes that partitions hold with so many micro-batches between forward and backward."""
+        """For each partition the bytes that it holds in training.
+
+        Args:
+            in_flight: number of micro-batches whose activations are held at once.
+        """
         held = zip(self.kept_bytes, self.activation_bytes)
         return [round(kept + in_flight * activation) for kept, activation in held]
 
     def joint(self) -> "PartitionTable":
-        """The table with backwards that cannot be split."""
+        """Make a copy whose backwards cannot be split."""
         return replace(self, weight_part_s=[None] * len(self.forward_s))
 
     def recomputed(self) -> "PartitionTable":
-        """The table with recomputation: the backward includes a forward, and cannot be split."""
+        """Make a copy for recomputation: each backward includes a forward, and cannot be split."""
         # autograd recomputes a stage as one operation, whose backward has no parts
         return replace(self.joint(), backward_s=self.loads)
 
     def averaged(self) -> "PartitionTable":
-        """The table with memory for the buckets in which replicas average gradients."""
+        """Make a copy whose memory includes the buckets in which replicas average gradients."""
         kept = zip(self.kept_bytes, self.gradient_bytes)
         kept_bytes = [size + copy for size, copy in kept]
         return replace(self, kept_bytes=kept_bytes, bucket_bytes=self.gradient_bytes)
 
     def with_copies_aside(self) -> "PartitionTable":
-        """The table if ranks that borrow a weight keep a second gradient of it."""
+        """Make a copy in which ranks that borrow a weight keep a second gradient of it."""
         tied = [replace(w, copy_bytes=2 * w.copy_bytes - w.size_bytes) for w in self.tied]
         return replace(self, tied=tied)
 
     def divided(self, replicas: int) -> "PartitionTable":
-        """The table if this number of replicas divides the optimizer state."""
+        """Make a copy of the table in which replicas have divided the optimizer state.
+
+        Args:
+            replicas: number of replicas; each keeps an equal part of `state_bytes`.
+        """
         kept = [
             size - state * (replicas - 1) / replicas
             for size, state in zip(self.kept_bytes, self.state_bytes)
@@ -287,11 +310,11 @@ class PartitionTable:
         return replace(self, kept_bytes=kept, state_bytes=()) if kept else self
 
     def scaled(self, share: float, unit_s: float = 1.0) -> "PartitionTable":
-        """An estimate of the table for a micro-batch with this fraction of the samples.
+        """Estimate the table for a micro-batch of another size, in proportion to the samples.
 
         Args:
-            share: the fraction.
-            unit_s: seconds of one unit of the times, where FLOPs were counted.
+            share: number of samples, as a multiple of this table's.
+            unit_s: seconds of one unit of the times, if they are FLOPs; 1: times are kept.
         """
         unit_s *= share
         factors = dict.fromkeys(("forward_s", "backward_s", "input_part_s"), unit_s)
@@ -305,7 +328,7 @@ class PartitionTable:
         return replace(self, weight_part_s=parts, output_bytes=outputs, batch=batch, **columns)
 
     def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
-        """The rows of a plan: contents, times, memory and traffic of each stage.
+        """Make the rows of a plan: contents, times, memory and traffic of each stage.
 
         Args:
             ends: For each of S stages its end, the number after its last partition.
@@ -337,12 +360,12 @@ class PartitionTable:
 
 
 def _total(sizes: Sequence[float], a: int, b: int, more: float = 0.0) -> int | None:
-    """Sum of the sizes of partitions a .. b - 1, and of more; None: they are not known."""
+    """Sum the sizes of partitions a .. b - 1, and add `more`; None if there are no sizes."""
     return round(sum(sizes[a:b]) + more) if sizes else None
 
 
 def _uses(partitions: Sequence[NetworkPartition]) -> dict[str, list[int]]:
-    """By name of the parameter, the numbers of the partitions that use it."""
+    """By name of the parameter, the numbers of the partitions that use it, rising."""
     uses: dict[str, list[int]] = {}
     for number, partition in enumerate(partitions):
         for name in partition.parameters:
@@ -351,9 +374,13 @@ def _uses(partitions: Sequence[NetworkPartition]) -> dict[str, list[int]]:
 
 
 def count(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> PartitionTable:
-    """Count operations and bytes at the captured batch size; nothing runs.
+    """Make the table of a network from counted FLOPs and bytes, at the captured batch size.
 
-    A backward takes two forwards, which are the parts of a split one.
+    Nothing runs. A backward counts as two forwards: one for each part of a split backward.
+
+    Args:
+        graph: graph of the network.
+        partitions: partitions of the graph, in order.
     """
     rows = [
         {

@@ -15,7 +15,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import SPLITTING, STREAMED, check_copies
 
 VERSION = 2
-"""Version of the JSON format. Version 1, in which no stage has copies, can be read too."""
+"""Version of the JSON format. Version 1, which has no copies of stages, can be read too."""
 _OF_GABRA = "(found by its descents: crossover is not shown to help, docs/allocation.md)"
 
 
@@ -28,19 +28,21 @@ class StagePlan:
         partitions: names of the network partitions, in order.
         parameters: number of parameter elements.
         load: share of the whole network's computation, between 0 and 1.
-        device: index of the device within the replica.
+        device: index of the stage's device within the replica; of several copies, that of the
+            first.
         memory_bytes: memory of the stage in training: parameters, gradients, optimizer state and
             the activations of the micro-batches held at once; None when nothing was profiled.
-        peak_bytes: peak of memory of the stage's rank over a run, with its other stages; None when
-            nothing was profiled.
+        peak_bytes: peak of memory of the stage's rank over a run, with the rank's other stages;
+            None when nothing was profiled.
         limit_bytes: memory that this rank may use; None: not known.
         forward_s: seconds of the forward of a micro-batch; None, like the other times, if not
             predicted.
-        backward_s: seconds of its backward; if that is split, of its input part.
-        weight_s: seconds of the weight part of a split backward.
+        backward_s: seconds of the backward of a micro-batch; if the backward is split, of its input
+            part.
+        weight_s: seconds of the weight part of a split backward of a micro-batch; 0: not split.
         send_s: seconds for which the transfer of a micro-batch occupies the link to the next stage,
             in either direction.
-        latency_s: further seconds until it arrives.
+        latency_s: further seconds until this transfer arrives.
         reduce_s: seconds of the all-reduce of the stage's gradients over the replicas.
         step_s: seconds of the stage's optimizer step.
         cut_bytes: bytes that cross the cut after the stage, per micro-batch and direction; 0 after
@@ -67,7 +69,7 @@ class StagePlan:
     gradient_bytes: int | None = None
 
     def without_times(self) -> Self:
-        """The same row without times."""
+        """Make a copy of this row in which all times are None, that is not predicted."""
         unknown: dict[str, Any] = dict.fromkeys(f.name for f in fields(self) if f.name[-2:] == "_s")
         return replace(self, **unknown)
 
@@ -80,7 +82,7 @@ class Plan:
     the runtime and the report. It refers to no process and no tensor.
 
     Attributes:
-        replicas: number of chains that each hold the whole network.
+        replicas: number of chains of stages that each hold the whole network.
         stages: number of stages of a replica.
         microbatches: number of micro-batches of a replica's batch.
         schedule: name of the schedule.
@@ -97,16 +99,17 @@ class Plan:
         split: numbers of the stages whose backward is split, under a schedule of `SPLITTING`. None:
             under `zero_bubble` all but the first, under `1f1b` none.
         recompute: whether activations are recomputed in the backward instead of being kept.
-        split_by: how it is known that samples do not meet in the network, so that batches may be
-            split into micro-batches, and what of it is computed for all samples together. Empty:
-            batches are not split.
-        tried: operations for which this was not proven but only tried, on random numbers.
+        split_by: how it is known that the network computes each sample by itself, so that batches
+            may be split into micro-batches, and which part of it is computed for all samples
+            together. Empty: batches are not split.
+        tried: operations that were not proven to compute each sample by itself, but only tried, on
+            random numbers.
         rows: contents and costs of each stage; empty when the network was not profiled.
         predicted_step_s: predicted seconds of one optimizer step; None when nothing was profiled.
-        objective: what the allocation has minimised.
+        objective: what the allocation has optimised: `step`, `makespan` or `profit`.
         allocation: search that chose the cuts: `gabra`, `exact`, `dynamic` (the dynamic programme
-            for the shortest step of a chain), `merging`, `descent` (for looped schedules),
-            `balanced` (whose slowest stage is the fastest), or `given`.
+            for the shortest step of a chain), `merging`, `descent` (for looped schedules, and
+            stages with copies), `balanced` (cuts whose slowest stage is the fastest), or `given`.
         seed: seed of the allocation.
         version: version of the JSON format.
 
@@ -193,22 +196,22 @@ class Plan:
 
     @property
     def owners(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of a replica that have each stage."""
+        """By stage, the devices that compute it, by index in the replica; several: its copies."""
         return tuple([(d,) if isinstance(d, int) else d for d in self.devices])
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """Number of devices of a replica that have each stage."""
+        """By stage, how many devices of a replica compute it."""
         return tuple([len(devices) for devices in self.owners])
 
     @property
     def first_devices(self) -> tuple[int, ...]:
-        """The device of each stage; of a stage with copies, the one with the least index."""
+        """By stage, the index in the replica of its device; of several copies, the least index."""
         return tuple(map(min, self.owners))
 
     @property
     def data_parallel_sizes(self) -> tuple[int, ...]:
-        """Number of ranks, over all replicas, that have each stage."""
+        """By stage, how many ranks of all replicas compute it."""
         return tuple([self.replicas * copies for copies in self.copies])
 
     def _check_copies(self) -> None:
@@ -257,12 +260,19 @@ class Plan:
 
     @property
     def devices_per_replica(self) -> int:
-        """Number of devices of a replica: one for each stage or copy; fewer if stages share one."""
+        """Number of devices of a replica.
+
+        It is the number of stages, in which each copy counts; or less, if devices have several
+        stages.
+        """
         return len({device for devices in self.owners for device in devices})
 
     @property
     def delays(self) -> tuple[int, ...]:
-        """For each stage, how many optimizer steps old the weights are that it computes with."""
+        """By stage, how many optimizer steps its weights are behind when it computes a forward.
+
+        0 for all stages, unless the schedule is a delayed one.
+        """
         streamed = STREAMED.get(self.schedule)
         if streamed is None or not streamed.delayed:
             return (0,) * self.stages
@@ -274,14 +284,16 @@ class Plan:
         return self.replicas * self.devices_per_replica
 
     def check_network(self, partitions: Sequence[str], shown: str) -> None:
-        """Check that the plan was made for a network, if it has rows.
+        """Check that this plan was made for a network: that both have the same partitions.
+
+        A plan without rows, which does not name its partitions, passes.
 
         Args:
             partitions: names of the network's partitions, in order.
-            shown: name of the network in an error.
+            shown: name of the network in the text of the error.
 
         Raises:
-            PlanError: the rows have other partitions; the text says which.
+            PlanError: the partitions differ; the text says which.
         """
         planned = [name for row in self.rows for name in row.partitions]
         if not planned or planned == list(partitions):
@@ -296,17 +308,20 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        """Write the plan as JSON; the delays of a delayed schedule are added for human readers."""
+        """Write the plan as JSON text.
+
+        The delays of a delayed schedule are added for human readers; `from_json` ignores them.
+        """
         delays = {"delays": self.delays} if any(self.delays) else {}
         return json.dumps(asdict(self) | delays, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a plan.
+        """Read a plan from the JSON text of `to_json`.
 
         Raises:
-            PlanError: the text is no JSON object, a key is unknown or missing (named), or the plan
-                contradicts itself.
+            PlanError: the text is no JSON object, a key is unknown or missing (the text names it),
+                or the plan contradicts itself.
         """
         try:
             record = json.loads(text)
@@ -354,7 +369,10 @@ class Plan:
         Path(path).write_text(plan_page(self), encoding="utf-8")
 
     def table(self) -> list[dict[str, str | int | float]]:
-        """A table with a line per stage, as dictionaries; without rows only devices, replicas."""
+        """Make a table of the plan for readers: one dictionary for each stage, with its columns.
+
+        Without rows the columns are stage, device and replicas alone, and what the schedule adds.
+        """
         devices = [d if isinstance(d, int) else ", ".join(map(str, d)) for d in self.devices]
         shape = zip(devices, self.data_parallel_sizes)
         table: list[dict[str, str | int | float]] = [
@@ -384,16 +402,17 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of one optimizer step; infinite when nothing was profiled."""
+        """Predicted seconds of one optimizer step; infinite if they were not predicted."""
         return float("inf") if self.predicted_step_s is None else self.predicted_step_s
 
     @property
     def traffic_bytes(self) -> tuple[float, ...] | None:
-        """Bytes that a rank of each stage sends in a step; None: not known.
+        """By stage, the bytes that one of its ranks sends in a step; None: not known.
 
-        They are the activations to the next stage, gradients to the one before, and its part of a
-        ring all-reduce over the replicas. Messages with the network's inputs, and those between
-        stages of one device, do not count.
+        A rank sends activations to the next stage, gradients to the previous one, and its part of a
+        ring all-reduce over all ranks of the stage. Not counted are messages with the network's
+        inputs, and messages between two stages of one device. Of several copies the one with the
+        most micro-batches is meant.
         """
         rows, sent = self.rows, []
         cuts = [row.cut_bytes for row in rows]
@@ -412,12 +431,12 @@ class Plan:
         return tuple(sent)
 
     def without_times(self) -> Self:
-        """The same plan without predicted times, for costs that were counted and not measured."""
+        """Make a copy without predicted times, for costs that are counted FLOPs and no seconds."""
         rows = tuple(row.without_times() for row in self.rows)
         return replace(self, rows=rows, predicted_step_s=None)
 
     def describe(self) -> str:
-        """The plan as a short table for a terminal."""
+        """Describe the plan for a terminal: some lines of text, and a table of the stages."""
         predicted = self.predicted_step_s
         bred = (self.allocation, self.objective) == ("gabra", "step")
         replicas, shape = _counted(self.replicas, "replica"), _counted(self.stages, "stage")
@@ -453,7 +472,7 @@ class Plan:
 
 
 def cells(plan: Plan) -> list[dict[str, str]]:
-    """The cells of a plan's table, formatted as texts."""
+    """Format the table of a plan: one dictionary of texts for each stage, by name of the column."""
 
     def cell(name: str, value: str | int | float) -> str:
         if isinstance(value, str):
@@ -464,7 +483,7 @@ def cells(plan: Plan) -> list[dict[str, str]]:
 
 
 def _devices_of(stage: int | Sequence[int]) -> int | tuple[int, ...]:
-    """A stage's entry in `Plan.devices`: a number for one copy, a tuple for several."""
+    """Normalise a stage's entry in `Plan.devices`: a number for one copy, a tuple for several."""
     if isinstance(stage, int):
         return stage
     # one form for one copy, so that plans can be compared
@@ -476,7 +495,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first three of some names, and how many more there are."""
+    """Join the first three names, and say how many more there are; ``none`` without names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(repr, names[:3])) + more or "none"
 
@@ -484,10 +503,16 @@ def _listed(names: Sequence[str]) -> str:
 def check_fields(
     record: Any, where: str, needed: Sequence[str], optional: Sequence[str]
 ) -> dict[str, Any]:
-    """Check that what was read from a file has the needed fields and no unknown ones; return it.
+    """Check that a record from a file has the needed fields and no unknown ones, and return it.
+
+    Args:
+        record: what the file has here, as Python values.
+        where: what the record describes, for the text of an error.
+        needed: names of the fields that must be there and not be None.
+        optional: names of the fields that may be left out.
 
     Raises:
-        PlanError: it has others, or is no mapping.
+        PlanError: `record` is no mapping, has an unknown field, or lacks a needed one.
     """
     known = (*needed, *optional)
     if not isinstance(record, dict):
@@ -506,6 +531,15 @@ def check_fields(
 
 
 def _check_keys(cls: type[Any], record: Any, where: str) -> None:
-    """Refuse a record from JSON that has not the fields of a dataclass."""
+    """Check that a record from JSON has the fields of a dataclass, but for those with defaults.
+
+    Args:
+        cls: the dataclass.
+        record: what the JSON has here, as Python values.
+        where: what the record describes, for the text of an error.
+
+    Raises:
+        PlanError: `record` is no mapping, has an unknown field, or lacks a needed one.
+    """
     needed = [field.name for field in fields(cls) if field.default is MISSING]
     check_fields(record, where, needed, [f.name for f in fields(cls) if f.name not in needed])

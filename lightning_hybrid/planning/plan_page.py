@@ -1,6 +1,6 @@
 """Make the HTML page of a plan: its table, and the timeline of a step.
 
-Sections with more than the plan itself has (alternatives) are added by the caller.
+A caller that knows more than the plan says (alternatives, for instance) adds sections of its own.
 """
 
 from collections.abc import Sequence
@@ -46,14 +46,15 @@ def plan_page(
     more: Sequence[tuple[str, str]] = (),
     replicas: Sequence[Plan] = (),
 ) -> str:
-    """Make the page as HTML, in one file.
+    """Make the HTML page of a plan: text of one file, with its table and the timeline of a step.
 
     Args:
         plan: The plan.
         title: Title of the page.
         notes: Sentences below the title.
         more: Further sections, at the end: headings, and contents in HTML.
-        replicas: The plan as each replica runs it, where they differ; all are drawn.
+        replicas: The plan of each replica, if they differ: the steps of all are drawn. Empty: one
+            step, that of `plan`.
     """
     head = plan.describe().splitlines()[:2]
     summary = "".join(paragraph(text) for text in (*head, *notes))
@@ -67,9 +68,11 @@ def plan_page(
 
 
 def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
-    """The predicted step of each device of a replica, as spans of time by name of the device.
+    """Predict what each device of a replica does in a step, for `report.timeline`.
 
-    Empty if no times are known, or for streamed schedules, whose steps overlap.
+    Returns:
+        By name of the device, its spans of time. Empty if times are not known, and for streamed
+        schedules, whose steps overlap.
     """
     times = [(row.forward_s, row.backward_s) for row in plan.rows]
     if not times or any(None in pair for pair in times) or plan.schedule in STREAMED:
@@ -99,7 +102,7 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
 
 
 def _costs(plan: Plan) -> StepCosts:
-    """The times of the stages of a plan."""
+    """Collect the predicted times of a plan's stages."""
     times = {name: [getattr(row, name) or 0.0 for row in plan.rows] for name in TIMES}
     # the last stage has no next one to send to
     between = {name: times[name][:-1] for name in ("send_s", "latency_s")}
@@ -138,17 +141,17 @@ def _timeline(plan: Plan, replicas: Sequence[Plan]) -> str:
 
 
 def _devices(plan: Plan) -> list[int]:
-    """Devices of a replica in the order of their first stages."""
+    """List the devices of a replica in the order of their first stages."""
     return list(dict.fromkeys(device for devices in plan.owners for device in devices))
 
 
 def _rows(plan: Plan, device: int) -> list[StagePlan]:
-    """The rows of the stages that a device has."""
+    """List the rows of the stages that a device has."""
     return [row for row, devices in zip(plan.rows, plan.owners) if device in devices]
 
 
 def _shares(plan: Plan) -> bool:
-    """Whether a device has several stages."""
+    """Whether some device of a replica has several stages."""
     return plan.devices_per_replica < plan.stages
 
 

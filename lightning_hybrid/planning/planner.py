@@ -31,9 +31,9 @@ from lightning_hybrid.planning.step_time import MARGIN
 from lightning_hybrid.schedules import INSIDE, STREAMED
 
 BANDWIDTH_BYTES_PER_S = {"gloo": 1e9, "nccl": 2e10}
-"""Bandwidth of a link between two ranks, assumed if it was not measured: for gloo about that of
-10 Gbit/s Ethernet, for NCCL that of a PCIe bus. The search weighs messages against computation by
-it."""
+"""By backend, the bandwidth of a link between two ranks that is assumed if none was measured: for
+gloo about that of 10 Gbit/s Ethernet, for NCCL that of a PCIe bus. With it the search weighs
+messages against computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class Site:
         backend: ``"gloo"`` or ``"nccl"``.
         device: device to measure on.
         cluster: the devices; None: they are taken to be equal, and to have enough memory.
-        beside: plans of the networks that are on these devices already, and use memory.
-        present_bytes: bytes of the network itself that each device had in use when its free memory
-            was read, and that are freed where another rank owns them.
+        beside: plans of the networks that are placed on these devices already, and use memory.
+        present_bytes: bytes of the network that each device held when its free memory was read;
+            they count as free, since a rank frees what other ranks own.
     """
 
     replicas: int
@@ -61,7 +61,7 @@ class Site:
 
     @property
     def limits(self) -> tuple[int, ...] | None:
-        """Bytes that each device of a replica may use for the network; None: not known."""
+        """Bytes that each device of a replica may use, by its index in it; None: not known."""
         limits = None if self.cluster is None else self.cluster.memory_limits
         # the network itself was in memory when free memory was read: add its size again
         left = remaining(limits, self.beside)
@@ -69,7 +69,7 @@ class Site:
 
     @property
     def rates(self) -> Rates | None:
-        """Costs of a step beside computing; None: not known."""
+        """Costs of messages, all-reduces and optimizer steps; None: not known."""
         return None if self.cluster is None else self.cluster.rates
 
 
@@ -81,10 +81,10 @@ def make_plan(
     site: Site,
     optimizers: Sequence[Optimizer] | None = None,
 ) -> Plan:
-    """Profile the partitions on a real micro-batch and let the allocation choose the cuts.
+    """Profile the partitions on a real micro-batch, and choose the cuts.
 
-    With given cut points nothing is measured: unless the profile is known, FLOPs are counted, and
-    times are not predicted.
+    If the user has given cut points, nothing is measured: unless the profile is known, FLOPs are
+    counted, and times are not predicted.
 
     Args:
         network: the network, with the tensors of a micro-batch.
@@ -95,7 +95,7 @@ def make_plan(
             only its parameters need memory.
 
     Raises:
-        NetworkError: a cut point is unknown, or the network may not be cut there.
+        NetworkError: a cut point is unknown, or the network must not be cut there.
         PlanError: the network cannot be placed on these devices.
     """
     trains, cut_points = optimizers is not None, None
@@ -149,7 +149,7 @@ def _with_memory(
     site: Site,
     optimizers: Sequence[Optimizer] | None,
 ) -> PartitionTable:
-    """The table with the memory that partitions keep in this run."""
+    """Fill in the memory that partitions keep in this run, whatever the cuts."""
     if optimizers is None:  # only parameters are kept
         nothing = [0] * len(table.names)
         kept = table.parameter_bytes
@@ -165,7 +165,7 @@ def _with_memory(
 
 
 def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> RunMemory:
-    """The memory that ranks take beside their stages."""
+    """Predict the memory that ranks take beside their stages, for `with_peaks`."""
     sizes = {name: p.nbytes for name, p in network.graph.network.named_parameters()}
     return RunMemory(
         start_bytes=round(max(site.present_bytes, *table.parameter_bytes)),
@@ -186,20 +186,24 @@ def plan_again(
     plan: Plan,
     capacities: Sequence[float],
 ) -> tuple[Plan, Plan]:
-    """The plan in force as it would be with other speeds, and the best one with them.
+    """Plan a network again at other speeds of the devices, to decide whether new cuts are worth it.
 
-    What cuts do not decide stays: the schedule, and whether forwards run again.
+    The schedule, and whether activations are recomputed, stay as in the plan in force.
 
     Args:
-        network: the network, with its profile, and without the tensors of its call.
-        settings: what the user has asked for; not the cuts.
+        network: the network, with its profile; see `CalledNetwork.remembered`.
+        settings: options of the user, without given cuts.
         site: the devices, as they were found at the start of the run.
-        optimizers: that train the network.
-        plan: in force.
-        capacities: speed of each device of a replica.
+        optimizers: optimizers that train the network.
+        plan: the plan in force.
+        capacities: new speed of each device of a replica, by its index.
+
+    Returns:
+        A plan with the cuts in force, and a plan with the best cuts; both predicted at these
+        speeds.
 
     Raises:
-        PlanError: no placement fits.
+        PlanError: no placement fits into memory.
     """
     assert site.cluster is not None, "devices that nobody has looked at have no speeds"
     site = replace(site, cluster=site.cluster.with_capacities(capacities))
@@ -218,7 +222,7 @@ def plan_again(
 def _replica(
     site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, table: PartitionTable
 ) -> Replica:
-    """The devices of a site as the search takes them, with memory that is free for stages."""
+    """Describe a replica's devices for the search, with the memory that is free for stages."""
     limits = site.limits
     cluster = site.cluster
     rates = site.rates
@@ -251,19 +255,19 @@ def _check(
     batch: int,
     trains: bool,
 ) -> None:
-    """Refuse a network that no placement can hold, with advice; see :func:`check_memory`.
+    """Raise an error with advice if no placement fits into memory; see :func:`check_memory`.
 
     Args:
         table: table of the partitions.
         settings: options of the user.
-        held: memory that the partitions take.
-        limits: bytes that each device may use.
-        way: the sizes that are tried.
+        held: memory that the partitions hold in training.
+        limits: bytes that each device may use, by its index in the replica.
+        way: numbers of stages and micro-batches, and whether activations are recomputed.
         batch: number of samples of a replica's batch.
         trains: whether the network is trained.
 
     Raises:
-        PlanError: no placement can hold it.
+        PlanError: no placement fits.
     """
     tried: list[Fit] = []
     # for streamed schedules no other number of micro-batches is advised
@@ -294,10 +298,17 @@ def _check(
 
 
 def _first_of_stages(network: CalledNetwork, cut_points: Sequence[str]) -> list[str]:
-    """The names of the partitions at which stages begin, but the first, by the given cut points.
+    """Find the partitions at which the user's cut points begin stages.
+
+    Args:
+        network: the network; of several networks each takes the cut points with its name.
+        cut_points: names of modules in the LightningModule, one for each stage but the first.
+
+    Returns:
+        For each stage but the first the name of its first partition.
 
     Raises:
-        NetworkError: a cut point is unknown, or the network may not be cut there.
+        NetworkError: a cut point is unknown, or the network must not be cut there.
     """
     prefix = f"{network.name}." if network.name else ""
     # of several networks each takes those with its name; without any, an unknown one raises below
@@ -320,18 +331,19 @@ def plan_within(
     """Plan stages that fit into memory; choose the schedule and recomputation if they are open.
 
     Args:
-        table: the partitions, with kept memory and that of activations.
+        table: the partitions, with the memory that they keep and that of their activations.
         settings: options of the user.
         replica: the devices.
-        batch: number of samples of a replica's batch, for advice where nothing can fit; None: such
-            advice is not wanted.
+        batch: number of samples of a replica's batch: if no placement fits, the error then says
+            what would fit; None: it does not.
         trains: whether the network is trained.
-        cut_points: see :func:`plan_stages`.
-        inside: the devices as they are if backwards run inside of calls, for `auto`; None: they
-            cannot, or nothing is to be chosen.
+        cut_points: names of the first partitions of all stages but the first; None: the cuts are
+            searched for.
+        inside: under schedule `auto`, the devices with the memory that is free if backwards run
+            inside of calls, so that this is tried too; None: it is not.
 
     Raises:
-        PlanError: there is no placement.
+        PlanError: no placement fits, or the cut points are wrong.
     """
     limits, stages, microbatches = replica.memory_limits, replica.stages, replica.microbatches
     # (without micro-batches that follow each other nothing is gained, and counted operations tell
@@ -391,15 +403,15 @@ def plan_by_schedule(
 ) -> Plan:
     """Make a plan with the given schedule, or choose one under `auto`.
 
-    Fill-drain is compared with `zero_bubble` or `looped`. Delayed schedules are never chosen, since
-    they change the training; nor are streamed ones, whose demands on the training step a plan
-    cannot check.
+    Under `auto` it is fill-drain, or `zero_bubble` or `looped` if its step is shorter by `MARGIN`.
+    Delayed schedules are never chosen, since they change the training; nor are other streamed ones,
+    whose demands on the training step a plan cannot check.
 
     Args:
         schedule: Name of the schedule, or `auto`.
-        plan_with: Makes the plan with the schedule of this name.
+        plan_with: Function that makes the plan with the schedule of a name.
         contiguous: Whether each device has one stage: then `zero_bubble` is tried, else `looped`.
-        measured: Whether times were measured; otherwise fill-drain is taken.
+        measured: Whether times were measured; if not, `auto` means fill-drain.
     """
     if schedule != AUTO:
         return plan_with(schedule)
@@ -419,11 +431,12 @@ def plan_by_schedule(
 def plan_with_backwards_inside(plan_with: Callable[[str], Plan]) -> Plan:
     """Make a plan under `auto` for a network whose backwards may run inside of its calls.
 
-    They do if nothing else fits into memory, or only with recomputation and a longer step. (With
-    room for both, the outputs that a user's code may read after the step decide for the other one.)
+    They run there (schedule `1f1b`) if no other schedule fits into memory, or if the others need
+    recomputation and take longer. If both are possible without recomputation, the other schedule is
+    taken: under it the user's code may read all outputs after the step.
 
     Args:
-        plan_with: Makes the plan with the schedule of this name.
+        plan_with: Function that makes the plan with the schedule of a name.
 
     Raises:
         PlanError: There is no placement.
@@ -448,14 +461,14 @@ def plan_within_memory(
     plan_with: Callable[[bool], Plan],
     limits: Sequence[int] | None = None,
 ) -> Plan:
-    """Make a plan, and under `auto` choose recomputation if it is needed for memory, or faster.
+    """Make a plan, and under `auto` choose recomputation if memory requires it or if it is faster.
 
     It can be faster if memory determines the cuts: with recomputation stages can be balanced.
 
     Args:
         recompute: Whether activations are recomputed, or `auto`.
-        plan_with: Makes the plan, with recomputation or without.
-        limits: Bytes that each device may use; None: not known.
+        plan_with: Function that makes the plan, with recomputation (True) or without.
+        limits: Bytes that each device may use, by its index in the replica; None: not known.
 
     Raises:
         PlanError: There is no placement.
@@ -477,11 +490,12 @@ def plan_within_memory(
 
 
 def _is_tight(plan: Plan, limits: Sequence[int]) -> bool:
-    """Whether memory may have determined the cuts: a device is more than half full.
+    """Whether memory may have determined the cuts: whether a device is more than half full.
 
     Args:
         plan: the plan.
-        limits: bytes that each device may use; if stages have copies, by stage, the last one first.
+        limits: bytes that each device may use, by its index in the replica; if stages have copies,
+            one entry for each stage, the last stage's first.
     """
     held = [0] * len(limits)
     for stage, row in enumerate(plan.rows):

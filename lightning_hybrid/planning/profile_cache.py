@@ -1,8 +1,8 @@
-"""Cache of profiles on disk: later runs of a network on the same machine plan with the same ones.
+"""Cache profiles on disk: later runs of a network on the same machine plan with the same profile.
 
-The name of a file is a hash of all that the profile depends on (`describe_profile`). Files are
-replaced whole, so processes do not disturb each other. If one cannot be read, the profile is
-measured and written again; if it cannot be written, none is kept.
+The name of a file is a hash of all that its profile depends on (`describe_profile`). Files are
+replaced whole, so processes do not disturb each other. If a file cannot be read, the profile is
+measured and written again; if it cannot be written, it is used and not kept.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.partition_table import PartitionTable
 
 FORMAT = 7
-"""Number to increase when what is measured, or how, changes within a version of this package."""
+"""Number to increase when what is measured, or how, changes within a version of this package: files
+with another number are not read."""
 
 
 def cache_folder() -> Path:
-    """Folder of the cache: ``$LIGHTNING_HYBRID_CACHE``, else one in the user's cache folder."""
+    """Folder of the cache: ``$LIGHTNING_HYBRID_CACHE``, or else one in the user's cache folder."""
     own = os.environ.get("LIGHTNING_HYBRID_CACHE")
     if own:
         return Path(own)
@@ -44,14 +45,14 @@ def cached(
     leaves: Sequence[Tensor],
     device: torch.device,
 ) -> PartitionTable:
-    """Read the profile from the disk; if there is none, measure it and keep it there.
+    """Read a profile from the disk; if there is none, measure it and write it to the disk.
 
     Args:
-        measured: measures the profile.
+        measured: function that measures the profile.
         graph: graph of the network.
-        partitions: partitions of the graph.
-        leaves: tensors of `NetworkGraph.bind` for one micro-batch.
-        device: device on which it is measured.
+        partitions: partitions of the graph, in order.
+        leaves: input tensors of one micro-batch, as `NetworkGraph.bind` gives them.
+        device: device on which `measured` measures.
     """
     what = describe_profile(graph, partitions, leaves, device)
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
@@ -73,7 +74,14 @@ def describe_profile(
     leaves: Sequence[Tensor],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Describe in plain values all that a profile depends on; see `cached` for the arguments."""
+    """Describe all that a profile depends on, in plain values: their hash names its file.
+
+    Args:
+        graph: graph of the network.
+        partitions: partitions of the graph, in order.
+        leaves: input tensors of one micro-batch, as `NetworkGraph.bind` gives them.
+        device: device to measure on.
+    """
     return {
         "format": FORMAT,
         "versions": {name: _version(name) for name in ("lightning-hybrid", "torch")},
@@ -94,7 +102,7 @@ def describe_profile(
 
 
 def _network(graph: NetworkGraph, partitions: Sequence[NetworkPartition]) -> list[str]:
-    """Lines of text that describe the network: operations, parameters, buffers, partitions."""
+    """Describe a network in lines of text: its operations, parameters, buffers and partitions."""
     lines = [graph.fingerprint]
     for kind_of, tensors in (
         ("parameter", graph.network.named_parameters()),
@@ -119,7 +127,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The model of the CPU."""
+    """Name the model of this host's CPU."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -135,7 +143,12 @@ def _version(package: str) -> str:
 
 
 def _read(path: Path, partitions: int) -> PartitionTable | None:
-    """The profile in a file; None: there is no file, or it is broken."""
+    """Read the profile in a file.
+
+    Returns:
+        The profile; None: there is no file, or it is broken, or it has another number of
+        partitions.
+    """
     try:
         profile = PartitionTable.from_record(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):

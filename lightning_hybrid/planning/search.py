@@ -39,11 +39,11 @@ Method = Literal["gabra", "exact", "merging"]
 AUTO = "auto"
 
 _MOST_CALLS = 5_000
-"""Most step times that the search for a free placement computes."""
+"""Largest number of step times that the search for a free placement computes."""
 
 _STREAM = 64
-"""Number of micro-batches with which cuts for streamed schedules are searched: the time of a stream
-of batches is determined by its slowest stage, as that of fill-drain with many micro-batches."""
+"""Number of micro-batches with which cuts for streamed schedules are searched. A stream of batches
+is as fast as its slowest stage, and so is fill-drain with many micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +61,16 @@ class PlanSettings:
             needs capacities as limits of work, which profiled devices do not have: speeds are
             scaled so that they hold the network with a quarter to spare.
         seed: seed of the genetic algorithm.
-        contiguous: whether each device gets consecutive partitions, which form one stage. Else it
-            may get several such runs, each of which is a stage.
+        contiguous: whether each device gets consecutive partitions, which form one stage. If not, a
+            device may get several runs of consecutive partitions, and each run is a stage.
         recompute: whether activations are recomputed; ``"auto"``: if nothing else fits, or if it is
             faster.
         compiled: whether stages are compiled; then backwards cannot be split.
         delayed_weights: weights of the backward under a delayed schedule.
         shards_states: whether replicas divide the optimizer state.
         copies: number of copies of each stage; empty: each has one.
-        may_go_inside: whether backwards may run inside of calls, of a network that allows it.
+        may_go_inside: whether backwards may run inside of the network's calls (schedule `1f1b`), if
+            the network allows it.
     """
 
     schedule: str = "gpipe"
@@ -96,17 +97,17 @@ class Replica:
 
     Attributes:
         replicas: number of replicas, which are all alike.
-        stages: number of devices of a replica, each of which has one stage if they are contiguous.
-            If stages have copies, number of stages.
+        stages: number of devices of a replica; each has one stage if `PlanSettings.contiguous`. If
+            stages have copies, number of stages.
         microbatches: number of micro-batches.
-        capacities: relative speeds of the devices; None: all equal. Device 0 is the driver's and
-            gets the last stage.
+        capacities: relative speeds of the devices, by index in the replica; None: all equal. Device
+            0 is the driver's and gets the last stage.
         bandwidth_bytes_per_s: bandwidth of the links between the devices.
         latency_s: latency of these links.
-        links: the links of a chain, where they are not equal.
-        memory_limits: bytes that each device may hold, a hard limit; None: no limit. If stages have
+        links: the links of a chain, if they differ; None: they are equal, as above.
+        memory_limits: bytes that each device may hold, by its index; None: no limit. If stages have
             copies, one limit for each stage, that of the last stage first.
-        after: for stages with copies, times of all-reduce and optimizer step.
+        after: if stages have copies, times of all-reduce and optimizer step, see `CopiedStages`.
     """
 
     replicas: int = 1
@@ -129,18 +130,19 @@ def plan_stages(
 ) -> Plan:
     """Choose where to cut a chain of network partitions, and predict the time of a step.
 
-    The prediction holds for the network alone, without the user's code; the all-reduce and the
-    optimizer step are part of it if the table has their times.
+    The prediction is for the network alone, without the user's code. It includes the all-reduce and
+    the optimizer step if the table has their times.
 
     Args:
         table: Times and sizes of the partitions.
-        settings: Options of the user; the schedule is not `auto`.
+        settings: Options of the user; the schedule must not be `auto`.
         replica: The devices.
-        cut_points: Names of the partitions at which stages begin, but the first, in place of a
-            search. They are taken even if the stages do not fit into memory.
+        cut_points: Names of the first partitions of all stages but the first. They are taken even
+            if the stages do not fit into memory. None: the cuts are searched for.
 
     Raises:
-        PlanError: more stages than partitions, an unknown or misplaced cut point, or no placement.
+        PlanError: there are more stages than partitions, a cut point is unknown or misplaced, or no
+            placement fits.
     """
     stages, owners = replica.stages, owners_of(settings.copies) if settings.has_copies else ()
     if stages > (most := len(table.names)):
@@ -194,7 +196,11 @@ def plan_stages(
 def _cuts(
     problem: StepProblem, settings: PlanSettings, cut_points: Sequence[str] | None
 ) -> tuple[list[int], StepCosts, str]:
-    """Choose the cuts: the ends of the stages, their costs, and the name of the search."""
+    """Choose the cuts of stages without copies, or take those of the user.
+
+    Returns:
+        For each stage the number after its last partition; their costs; and the name of the search.
+    """
     schedule = settings.schedule
     if cut_points is not None:
         names = problem.table.names
@@ -216,10 +222,13 @@ def _cuts(
 def _cuts_of_copies(
     problem: CopiedStages, settings: PlanSettings, cut_points: Sequence[str] | None
 ) -> tuple[list[int], str]:
-    """Choose the cuts of stages with copies: their ends, and the name of the search.
+    """Choose the cuts of stages with copies, or take those of the user.
+
+    Returns:
+        For each stage the number after its last partition; and the name of the search.
 
     Raises:
-        PlanError: the schedule is not fill-drain, a cut point is wrong, or no cuts fit.
+        PlanError: the schedule is not fill-drain, a cut point is wrong, or no cuts fit into memory.
     """
     # the search cannot predict split backwards of stages with copies
     if settings.schedule != "gpipe":
@@ -234,7 +243,7 @@ def _cuts_of_copies(
 
 
 def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
-    """Predicted seconds of a step; under a streamed schedule, from one batch to the next."""
+    """Predict the seconds of a step; under a streamed schedule, from one batch to the next."""
     if schedule == INSIDE:
         return inside_s(costs, microbatches)
     if schedule not in STREAMED:
@@ -245,7 +254,20 @@ def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
 def _given_for(
     schedule: str, names: Sequence[str], cut_points: Sequence[str], stages: int
 ) -> tuple[list[int], list[int]]:
-    """The ends and devices of stages with the user's cut points."""
+    """Place the stages that the user's cut points give.
+
+    Args:
+        schedule: name of the schedule.
+        names: names of all partitions, in the order of the network.
+        cut_points: names of the first partitions of all stages but the first.
+        stages: number of devices of a replica.
+
+    Returns:
+        For each stage the number after its last partition; and for each stage its device.
+
+    Raises:
+        PlanError: there are too few or too many cut points, or one is unknown or misplaced.
+    """
     if schedule != "looped":
         return _ends_at(names, cut_points, stages), _order(stages)
     # every device must get the same number of stages
@@ -259,15 +281,19 @@ def _given_for(
 
 
 def _ends_at(names: Sequence[str], cut_points: Sequence[str], stages: int) -> list[int]:
-    """Where the stages end that begin at the given partitions.
+    """Find the ends of the stages that begin at the given partitions.
 
     Args:
         names: names of all partitions, in the order of the network.
         cut_points: names of the first partitions of all stages but the first.
         stages: number of stages.
 
+    Returns:
+        For each stage the number after its last partition.
+
     Raises:
-        PlanError: there is no such partition, or not as many in the order of the network.
+        PlanError: a partition is unknown, or the cut points are not ``stages - 1`` in the order of
+            the network.
     """
     for name in cut_points:
         if name not in names:
@@ -286,7 +312,12 @@ def _ends_at(names: Sequence[str], cut_points: Sequence[str], stages: int) -> li
 
 
 def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list[int], str]:
-    """Search for cuts: the ends of the stages, their devices, and the name of the search."""
+    """Search for cuts by the schedule and the options of the user.
+
+    Returns:
+        For each stage the number after its last partition; for each stage its device; and the name
+        of the search.
+    """
     if settings.schedule == "looped":
         # whatever the method is, since none of them can predict the step of this schedule
         return *best_loop(problem), "descent"
@@ -308,9 +339,17 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
 def _chain_or_loop(
     problem: StepProblem, settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
-    """Ends, devices and name of the search of the faster one, with backwards inside of calls.
+    """Search for the best chain and the best loop; take the one with the shorter step.
 
-    In a loop these take as long as under fill-drain, and under other free placements longer.
+    It is for backwards inside of calls. In a loop such backwards take as long as under fill-drain.
+    Other free placements, under which they take longer, are not tried.
+
+    Returns:
+        For each stage the number after its last partition; for each stage its device; and the name
+        of the search.
+
+    Raises:
+        PlanError: neither a chain nor a loop is possible.
     """
     loop: tuple[list[int], list[int], str] | None = None
     with suppress(PlanError):  # for instance too few partitions
@@ -329,7 +368,22 @@ def _chain_or_loop(
 def _within(
     problem: StepProblem, settings: PlanSettings, found: tuple[list[int], list[int], str]
 ) -> tuple[list[int], list[int], str]:
-    """What was found, if it fits: `merging` knows no memory, and no allocation shared weights."""
+    """Check that cuts fit into memory, for searches that count it in part or not at all.
+
+    `merging` counts no memory, and `allocate` none of copies of shared weights.
+
+    Args:
+        problem: the partitions and devices.
+        settings: options of the user.
+        found: for each stage the number after its last partition; for each stage its device; and
+            the name of the search.
+
+    Returns:
+        `found`.
+
+    Raises:
+        PlanError: a device lacks memory.
+    """
     if not problem.fits(*found[:2]):
         raise PlanError(
             f"with the cuts of method={settings.allocation!r}, which counts memory in part or "
@@ -342,7 +396,15 @@ def _within(
 def _shortest_step(
     problem: StepProblem, settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
-    """Search for the shortest step: ends of the stages, their devices, and name of the search."""
+    """Search for the stages with the shortest predicted step.
+
+    Returns:
+        For each stage the number after its last partition; for each stage its device; and the name
+        of the search.
+
+    Raises:
+        PlanError: no placement fits into memory.
+    """
     order = _order(problem.m)
     ends, chain_s = list[int](), float("inf")
     try:
@@ -369,7 +431,7 @@ def _shortest_step(
 
 
 def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
-    """The ends of the stages by `merging`, which joins partitions at the most expensive cuts."""
+    """For each stage the number after its last partition, by the rule of `allocation.merging`."""
     if not settings.contiguous:
         raise PlanError(
             "method='merging' leaves one run of partitions for each device: use "
@@ -381,7 +443,15 @@ def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
 def _allocated(
     problem: StepProblem, objective: Literal["makespan", "profit"], settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
-    """Minimise the makespan or maximise the profit: ends, devices, and name of the search."""
+    """Search for the stages of least makespan or most profit, by `allocation.allocate`.
+
+    Returns:
+        For each stage the number after its last partition; for each stage its device; and the name
+        of the search.
+
+    Raises:
+        PlanError: no placement fits into memory.
+    """
     loads, order = problem.table.loads, _order(problem.m)
     capacities = [problem.speeds[device] for device in order]
     if objective == "profit":
@@ -411,11 +481,14 @@ def _allocated(
 
 
 def _cut_costs(problem: StepProblem) -> list[float]:
-    """Seconds that a cut after each partition costs, for activations and gradients of one size."""
+    """For each partition but the last, the seconds of a micro-batch's messages if a cut follows it.
+
+    Activations and gradients are of one size; all links are taken to be equal.
+    """
     seconds_per_byte = problem.links.seconds_per_byte[0][0]  # all links are taken to be equal
     return [2 * size * seconds_per_byte for size in problem.table.cut_bytes]
 
 
 def _order(stages: int) -> list[int]:
-    """The device of each stage of a chain: 1, 2, ..., and the driver's, 0, for the last."""
+    """For each stage of a chain its device: 1, 2, ..., and for the last stage 0, the driver's."""
     return [*range(1, stages), 0]

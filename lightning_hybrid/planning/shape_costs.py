@@ -1,7 +1,8 @@
 """Make the `StepProblem` of a shape on a described cluster: costs, memory, links, all-reduces.
 
-Replica r has the devices r S .. r S + S - 1 of the description, in this order. All replicas have
-the same cuts, so for each stage the slowest device, the smallest memory and the slowest link count.
+If a replica has S devices, replica r has the devices r S .. r S + S - 1 of the description, in this
+order. All replicas have the same cuts, so for each stage the slowest device, the smallest memory
+and the slowest link count.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +17,20 @@ from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.step_problem import Links, StepProblem
 
 CostsOf = Callable[[int], PartitionTable]
-"""A function from the number of samples of a micro-batch to the table of the partitions, timed for
-the first device of a cluster."""
+"""A function from the number of samples of a micro-batch to the table of the partitions, with the
+times of a device of speed 1, the first of a cluster. A call may measure."""
 
 
 def in_training(
     costs: PartitionTable, way: ChainSizes, reduce_s: Sequence[float]
 ) -> PartitionTable:
-    """The table for a step: with memory for its micro-batches, all-reduces and recomputation."""
+    """Fill in the memory and the all-reduces of a step, and recomputation.
+
+    Args:
+        costs: table of the partitions for one micro-batch.
+        way: numbers of stages and micro-batches, and options that change the memory.
+        reduce_s: for each partition the seconds of the all-reduce of its gradients.
+    """
     held: Sequence[float] = costs.held_bytes(1 if way.recompute else way.alive)
     if way.inside and way.stages > 1:
         costs = costs.with_copies_aside()
@@ -39,19 +46,20 @@ def problem_of(
     links: Links,
     replica: int | None,
 ) -> StepProblem:
-    """The step problem for replicas that are spread in a way, on all devices of a cluster.
+    """Make the step problem of a shape that uses all devices of a cluster.
 
     All replicas wait for each other, so each ``pp_rank`` has the speed of its slowest device and
-    the smallest memory, and each link the speed of the slowest one.
+    the smallest memory of its devices.
 
     Args:
         table: Table of the partitions, from `in_training`.
         cluster: The cluster.
-        way: The way. If activations are recomputed, a backward includes a forward, and a device
-            keeps the inputs of the micro-batches it has begun with (at most the bytes of the widest
-            cut) and the activations of one.
+        way: Numbers of stages and micro-batches. If activations are recomputed, memory for the
+            inputs that a device keeps (at most the bytes of the widest cut for each micro-batch it
+            has begun with) is taken off.
         links: Links of a replica, from `links_of`.
-        replica: Number of a replica whose speeds and memory are taken; None: the least of all.
+        replica: Number of the replica whose speeds and memory are taken; None: the least of all
+            replicas.
     """
     speeds, limits, devices = cluster.relative_speeds, cluster.memory_limits, way.stages
     if replica is not None:
@@ -70,7 +78,12 @@ def problem_of(
 
 
 def links_of(cluster: ClusterDescription, devices: int) -> Links:
-    """The links between the devices of a replica; each is the slowest over all replicas."""
+    """Find the links between the devices of a replica; each is the slowest over all replicas.
+
+    Args:
+        cluster: the cluster, all of whose devices are used.
+        devices: number of devices of a replica.
+    """
     places = cluster.places or range(len(cluster.devices))
     ranks = np.asarray(places).reshape(-1, devices)
     seconds, latency = np.zeros((devices, devices)), np.zeros((devices, devices))
@@ -89,7 +102,14 @@ def links_of(cluster: ClusterDescription, devices: int) -> Links:
 
 
 def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int = 1) -> float:
-    """Seconds of a ring all-reduce over replicas, when `sharers` rings share the links."""
+    """Predict the seconds of a ring all-reduce.
+
+    Args:
+        level: level of links that joins the ranks; None: there is one rank.
+        size_bytes: bytes of the tensor.
+        replicas: number of ranks in the ring.
+        sharers: number of rings that share a link at the same time.
+    """
     if level is None or replicas < 2:
         return 0.0
     carried = 2 * (replicas - 1) / replicas * size_bytes * sharers
@@ -97,12 +117,17 @@ def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int =
 
 
 Ring = tuple[Level | None, int]
-"""The level of links that joins the ranks of an all-reduce; and the number of rings that share
-these links."""
+"""The level of links that joins the ranks of an all-reduce (None: there is one rank); and the
+number of rings that share a link."""
 
 
 def ring_of(cluster: ClusterDescription, devices: int) -> Ring:
-    """The slowest ring over the replicas of a stage, with `devices` devices a replica."""
+    """Find the slowest of the rings in which the replicas of each stage average their gradients.
+
+    Args:
+        cluster: the cluster, all of whose devices are used.
+        devices: number of devices of a replica.
+    """
     ranks = range(len(cluster.devices))
     levels = [cluster.level(ranks[k::devices]) for k in range(devices)]
     level = max(levels, key=lambda level: level.devices if level else 0)
@@ -112,14 +137,20 @@ def ring_of(cluster: ClusterDescription, devices: int) -> Ring:
 def _inside(cluster: ClusterDescription, level: Level | None) -> int:
     """Number of devices that share a link of a level: those of a group of the next inner level.
 
-    A ring enters each such group once.
+    A ring of ranks goes into such a group and out of it once.
     """
     place = cluster.levels.index(level) if level is not None else 0
     return cluster.levels[place - 1].devices if place else 1
 
 
 def rings_s(ring: Ring, sizes: Sequence[float], owners: int) -> tuple[float, ...]:
-    """Seconds of the all-reduce of each partition's gradients, over `owners` ranks."""
+    """For each partition, the seconds of the all-reduce of its gradients; empty: there is one rank.
+
+    Args:
+        ring: the ring, from `ring_of`.
+        sizes: bytes of the gradients of each partition, in order.
+        owners: number of ranks in the ring.
+    """
     level, sharers = ring
     if level is None:
         return ()
@@ -134,12 +165,12 @@ def with_copies(
     copies: tuple[int, ...],
     cluster: ClusterDescription,
 ) -> CopiedStages:
-    """The problem of stages with copies, on the devices of a chain's problem.
+    """Make the problem of stages with copies from that of a chain on the same devices.
 
     Args:
-        problem: The problem of a chain on these devices.
-        copies: Number of copies of each stage.
-        cluster: The cluster, for the all-reduces over the owners of each stage.
+        problem: The problem of a chain, with one stage on each device of a replica.
+        copies: By stage, its number of copies; their sum is the number of devices of a replica.
+        cluster: The cluster, for the all-reduces over all ranks of each stage.
     """
     owners, table = owners_of(copies), problem.table
     if len(cluster.devices) == problem.m:  # copies average too, as several replicas do anyway
@@ -176,10 +207,18 @@ def with_copies(
 
 
 def _of_copies(links: Links, owners: Sequence[Sequence[int]]) -> Links:
-    """What stages see of the links between their copies, with the driver's stage first.
+    """Combine the links between the copies of two stages into one link between the stages.
 
-    The slowest one counts. Each copy sends on a way out of its own, so that of r copies a message
-    takes 1/r of the time; forward the one stage sends, backward the other.
+    The slowest link counts. Each of r copies sends on a link of its own, so that a message takes
+    1/r of the time; forward the copies of the one stage send, backward those of the other, and the
+    mean of both is taken.
+
+    Args:
+        links: links between all devices of a replica.
+        owners: by stage, the devices of its copies.
+
+    Returns:
+        The links between the stages, of which the last, the driver's, has number 0.
     """
     stages = [owners[-1], *owners[:-1]]
 

@@ -1,22 +1,23 @@
-"""Which shape: every number of replicas, stages, stages per device and micro-batches, by its speed.
+"""Rank shapes: numbers of replicas, stages, stages per device and micro-batches, by their speed.
 
-A shape uses all devices of a cluster: R replicas of S devices, whose stages are v in a row on each
-device (v > 1: a loop, which shortens the bubble and crosses more cuts), and M micro-batches. As in
-Lightning, every replica has a batch of its own, so shapes with different R are compared by samples
-per second and not by the time of a step.
+A shape uses R replicas of S devices. Each device has v stages (v > 1: a *loop*, in which a
+micro-batch passes all devices v times; this shortens the bubble and crosses more cuts). Each
+replica splits its batch into M micro-batches. As in Lightning, every replica has a batch of its
+own, so shapes with different R are compared by samples per second and not by the time of a step.
 
-The Trainer, whose sizes are left open, and the command `plan` ask the same function. Both get the
-*plain* shapes, R S = N with v = 1: all are cut by `balanced`, with times that are proportional to
-those of a whole batch; then, the best first, each is measured at its own micro-batches and planned
-as a run plans it (`planner.plan_within`), until no estimate is better than what was planned. So no
-more is measured than may be the best.
+The Trainer, when its sizes are left open, and the command `plan` call the same function,
+`rank_shapes`. Both get the *plain* shapes: all N devices are used, R S = N, and v = 1. All plain
+shapes are first estimated: they are cut by `balanced`, with times in proportion to those of a whole
+batch. Then, the best estimate first, each is measured at its own micro-batches and planned as a run
+plans it (`planner.plan_within`), until no estimate is better than the best plan. So no shape is
+measured that cannot be the best.
 
-The command also gets what a plan can say and the Trainer does not take by itself: loops, copies of
-stages, and where devices are not alike unequal shares of the R batches (``BySpeed``), other
-orders of the devices, and some of them left out (``Trainer(devices=...)``).
+The command also gets shapes that the Trainer does not choose by itself (*wide* search): loops,
+copies of stages, and if devices are not alike unequal shares of the R batches (``BySpeed``), other
+orders of the devices, and shapes that leave devices out (``Trainer(devices=...)``).
 
-Where stages do not fit, a shape is tried once more with stages that run their forward again for the
-backward and hold the activations of one micro-batch.
+If stages do not fit into memory, a shape is tried once more with recomputation: stages then hold
+the activations of one micro-batch and run their forward again in the backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,26 +42,29 @@ from lightning_hybrid.planning.shares import share_samples
 from lightning_hybrid.schedules import INSIDE, STREAMED
 
 SPARE = 0.1
-"""Fraction of a device's memory that shapes leave free if they can: what a step holds is predicted,
-and what the process and other code take is not known."""
+"""Fraction of each device's memory that `rank_shapes` leaves free if any shape fits so: the memory
+of a step is predicted, and what the process and other code take is not known."""
 WORTHWHILE = 0.95
-"""Several stages are taken only if they are predicted to take at most this fraction of the time of
-replicas of one stage: predictions are off by some percent, and replicas alone train exactly as
-under DDP."""
+"""Shapes of several stages are preferred to replicas of one stage only if their predicted time per
+sample is at most this fraction: predictions are off by some percent, and replicas alone train
+exactly as under DDP."""
 _MOST_MICROBATCHES = 64
-"""Micro-batches that are tried at most. More of them hold no less where all are in flight."""
+"""Largest number of micro-batches that a wide search tries. More of them need no less memory where
+all are in flight."""
 _REFINED = 5
-"""Loops and shapes with copies that are evaluated a second time."""
+"""Number of loops, and number of shapes with copies, for which better cuts are searched."""
 _MOST_COPIED = 8
-"""Devices of a replica whose stages have copies, at most."""
+"""Largest number of devices of a replica for which stages with copies are tried."""
 _ALL_SIZES = 8
-"""Numbers of unlike devices that are all tried; of larger ones those that divide their number."""
+"""Every number of unlike devices up to this one is tried; of larger numbers only the divisors of
+the number of all devices."""
 _ALL_COPIED = 4
-"""Unlike devices whose shapes with copies are all tried; of more they are left to the search."""
+"""Largest number of unlike devices for which `_joint` tries all shapes with copies; with more
+devices `improve` alone searches them."""
 _STARTS = 100
-"""Shapes that this search is given."""
+"""Largest number of shapes that `improve` is given to begin with."""
 _QUICK = 400
-"""Partitions times devices up to which cuts are searched for in a moment."""
+"""Largest product of partitions and devices for which a search for cuts takes a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +84,18 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeRequest:
-    """The shapes to consider: limits of the user and of the network.
+    """Limits on the shapes to consider, from the user and from the networks.
 
     Attributes:
-        settings: options of the user.
+        settings: options of the user for plans.
         microbatches: number of micro-batches that the user has set; None: it is chosen too.
-        splits: function that tells whether batches may be split into a number of micro-batches.
-        allowed: function that tells whether numbers of replicas and stages may be chosen.
-        by_speed: whether replicas take samples by their speed.
-        inside: of each network, whether backwards may run inside of its calls; empty: of none.
-        wide: whether all that a plan can say is looked at, or plain shapes on all devices alone.
+        splits: function that tells whether a batch may be split into this number of micro-batches.
+        allowed: function that tells whether these numbers of replicas and of stages may be chosen.
+        by_speed: whether fast replicas take more samples than slow ones.
+        inside: for each network, whether backwards may run inside of its calls (schedule `1f1b`);
+            empty: for none.
+        wide: False: only plain shapes are looked at (one stage per device, on all devices). True:
+            also loops, stages with copies, unequal shares, and other orders and numbers of devices.
     """
 
     settings: PlanSettings = field(default_factory=PlanSettings)
@@ -101,13 +107,17 @@ class ShapeRequest:
     wide: bool = False
 
     def ways(self, size: int, slices: int) -> list[tuple[bool, bool]]:
-        """How a plain shape may keep activations, the fastest first.
+        """List how a plain shape may treat activations and backwards, the fastest way first.
+
+        Args:
+            size: number of devices of a replica.
+            slices: number of micro-batches.
 
         Returns:
-            Whether they are recomputed, and whether backwards run inside of calls.
+            Pairs: whether activations are recomputed, and whether backwards run inside of calls.
         """
         recompute: bool | str = self.settings.recompute if size > 1 else False
-        # one micro-batch would hold as much as before
+        # with one micro-batch recomputation saves no memory
         both = (False, True) if slices > 1 else (False,)
         again = both if recompute == "auto" else (bool(recompute),)
         may = size > 1 and slices > 1 and self.settings.may_go_inside and any(self.inside)
@@ -116,12 +126,17 @@ class ShapeRequest:
         return [(a, i) for a in again for i in inside]
 
     def numbers(self, size: int, batch: int) -> list[int]:
-        """The numbers of micro-batches to try of a plain shape with `size` devices a replica."""
-        if size == 1:  # nobody to overlap them with
+        """List the numbers of micro-batches to try for a plain shape, rising.
+
+        Args:
+            size: number of devices of a replica; with one device there is one micro-batch.
+            batch: number of samples in a replica's batch.
+        """
+        if size == 1:  # there is no other stage to overlap with
             return [1]
         if self.microbatches is not None:
             return [self.microbatches]
-        # micro-batches of two samples at least, if possible: one may take a slow path
+        # two samples at least, if possible: kernels may take a slow path for a single one
         limit = max(batch // 2, min(batch, 2))
         tried = {2, size, 2 * size, 4 * size, *_divisors(batch, 4 * size)} - {1}
         return [1, *filter(self.splits, (m for m in sorted(tried) if m <= limit))]
@@ -129,7 +144,7 @@ class ShapeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """An arrangement: how fast it is, and whether it fits.
+    """A way to use a cluster, with its predicted speed and whether it fits into memory.
 
     Attributes:
         arrangement: numbers of replicas, stages and micro-batches, devices and cuts.
@@ -137,12 +152,13 @@ class Shape:
         samples: number of samples of all replicas in a step.
         bubble: share of the devices' time in which they do not compute.
         search: what found the cuts: `balanced` or `dynamic`; with copies `exact` or `descent`.
-        lacking_bytes: what the fullest device lacks; 0: it fits.
-        shares: samples that each replica takes in a step; empty: all take as many.
-        fit: of what does not fit, what lacks if each device has one stage.
-        plans: of a plain shape that was planned, the plan of each network.
-        refusal: why it cannot be planned, if not for lack of memory.
-        plain: whether the Trainer takes it by itself, where sizes are left open.
+        lacking_bytes: bytes that the fullest device lacks; 0 or less: the shape fits.
+        shares: samples that each replica takes in a step; empty: equal numbers.
+        fit: if a plain shape does not fit, the memory that each device lacks; else None.
+        plans: if the shape is plain and was planned, the plan of each network; else empty.
+        refusal: error text if the shape cannot be planned for another reason than memory; empty:
+            none.
+        plain: whether the Trainer may choose this shape by itself when its sizes are left open.
     """
 
     arrangement: Arrangement
@@ -159,28 +175,28 @@ class Shape:
 
     @property
     def sizes(self) -> Sizes:
-        """Numbers of replicas, devices and micro-batches."""
+        """Numbers of replicas, of devices of a replica, and of micro-batches."""
         it = self.arrangement
         return Sizes(replicas=it.replicas, stages=it.size, microbatches=it.microbatches)
 
     @property
     def batch_s(self) -> float:
-        """Predicted seconds of a step divided by its number of batches."""
+        """Predicted seconds of a step divided by its number of batches, one for each replica."""
         return self.step_s / self.arrangement.replicas
 
     @property
     def fits(self) -> bool:
-        """Whether every device can hold its stages."""
+        """Whether every device has enough memory for its stages."""
         return self.lacking_bytes <= 0
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput of all replicas."""
+        """Predicted samples per second of all replicas together."""
         return self.samples / self.step_s if self.step_s else float("inf")
 
     @property
     def stages(self) -> str:
-        """Their number, with their copies."""
+        """Number of stages as text, with their copies if any has several: ``2 (3-1 copies)``."""
         return f"{len(self.arrangement.copies)}{self._copies}"
 
     @property
@@ -209,17 +225,21 @@ def rank_shapes(
     *,
     spare: float = SPARE,
 ) -> list[Shape]:
-    """All shapes on the devices of a cluster, the best first; then those that do not fit.
+    """Rank the ways (shapes) to use a cluster: those that fit into memory first, the fastest first.
 
-    The best is the fastest, but one stage is preferred by :data:`WORTHWHILE`.
+    They are compared by predicted time per sample. Replicas of one device win unless several
+    devices a replica need less than :data:`WORTHWHILE` of their time.
 
     Args:
-        networks: For each network the costs of its partitions, which may measure them; one, if all
-            that a plan can say is asked for.
-        cluster: The devices. All are used; where they are not alike, also the first ones alone.
+        networks: For each network a function from samples per micro-batch to the costs of its
+            partitions; a call may measure. Give exactly one if ``asked.wide`` (also if ``asked`` is
+            None): wide shapes look at the first alone.
+        cluster: The devices; all are used. If ``asked.wide`` and they are not alike, shapes are
+            also tried that leave devices out: on the first k as listed, and on the k fastest.
         batch: Samples of one replica in a step.
-        asked: What is asked for.
-        spare: Fraction of the devices' memory that is left free if anything fits so.
+        asked: Limits on the shapes; None: all shapes (wide).
+        spare: Fraction of each device's memory that is kept free; if nothing fits so, all of it may
+            be used.
 
     Raises:
         PlanError: the batch is empty.
@@ -258,7 +278,17 @@ def _plain(
     order: Sequence[int],
     number: int | None = None,
 ) -> list[Shape]:
-    """The plain shapes on the first devices of an order, those that may be the best planned."""
+    """Estimate all plain shapes on some devices, and plan those that may be the best.
+
+    Args:
+        spaces: arrangements of each network.
+        asked: limits on the shapes.
+        order: numbers of the devices.
+        number: how many devices are used, the first of `order`; None: all.
+
+    Returns:
+        All these shapes; those that were not planned have estimated times.
+    """
     seats, speeds = order[:number], spaces[0].cluster.relative_speeds
     estimates = [space.estimated() for space in spaces]
     guesses = []
@@ -279,8 +309,8 @@ def _plain(
     for place, guess in enumerate(guesses):
         if not guess.fits:
             break
-        # Measuring takes seconds, and what is left would not be better. (A stream of batches has no
-        # fill and drain, which are in the guesses.)
+        # Measuring takes seconds, and the shapes that are left are not better even as estimated.
+        # (Estimates do not compare streams of batches, which have no fill and drain.)
         streamed = asked.settings.schedule in STREAMED
         if known and not streamed and _rank(guess) >= min(map(_rank, known)):
             break
@@ -290,7 +320,13 @@ def _plain(
 
 
 def _guess(spaces: Sequence[Arrangements], asked: ShapeRequest, genes: Arrangement) -> Shape:
-    """A plain shape as far as balanced cuts tell, each network with all of the memory."""
+    """Estimate a plain shape by balanced cuts, as if each network had all of the memory for itself.
+
+    Args:
+        spaces: arrangements of each network, with estimated costs.
+        asked: limits on the shapes.
+        genes: the shape on its devices; its cuts are not used.
+    """
     cut = [space.recut(_on_drivers(space, genes)) for space in spaces]
     shapes = [_shape(s, g, "balanced", equal=True) for s, g in zip(spaces, cut) if g is not None]
     space, whole = max(zip(spaces, shapes), key=lambda pair: pair[0].partitions)
@@ -308,14 +344,18 @@ def _guess(spaces: Sequence[Arrangements], asked: ShapeRequest, genes: Arrangeme
 
 
 def _dealt(space: Arrangements, genes: Arrangement, shares: tuple[int, ...]) -> float:
-    """How much longer a step takes with unequal shares; 1 without."""
+    """Factor by which a step gets longer or shorter with unequal shares; 1 if there are none."""
     if not shares or not space.equal_s(genes) < float("inf"):
         return 1.0
     return space.dealt_s(genes, shares) / space.equal_s(genes)
 
 
 def _on_drivers(space: Arrangements, genes: Arrangement) -> Arrangement:
-    """The arrangement, or for a network with too few partitions one on the drivers alone."""
+    """Put a network with fewer partitions than stages on the drivers alone, as a single stage.
+
+    Returns:
+        The arrangement as it is, if the network has enough partitions.
+    """
     if genes.size <= space.partitions:
         return genes
     drivers = genes.used[:: genes.size]
@@ -324,9 +364,14 @@ def _on_drivers(space: Arrangements, genes: Arrangement) -> Arrangement:
 
 
 def _planned(spaces: Sequence[Arrangements], asked: ShapeRequest, guess: Shape) -> Shape:
-    """A plain shape at its own micro-batches, as a run plans it; or by the guess's cuts if large.
+    """Plan an estimated plain shape as a run would: at costs for its own micro-batch size.
 
-    Several networks are placed one after the other, each in the memory that is left.
+    Several networks are planned one after the other, each within the memory that is left. A single
+    network of many partitions and devices (see `_QUICK`) gets balanced cuts in place of a plan.
+
+    Returns:
+        The shape with its plans and their time; or, if it cannot be planned, the estimate with the
+        reason in `fit` or `refusal`.
     """
     at, plans = guess.arrangement, list[Plan]()
     for space in spaces:
@@ -370,7 +415,7 @@ def _planned(spaces: Sequence[Arrangements], asked: ShapeRequest, guess: Shape) 
 def _plan_within(
     space: Arrangements, table: PartitionTable, settings: PlanSettings, replica: Replica
 ) -> Plan:
-    """The plan of one network; see `plan_within`."""
+    """Plan one network by `plan_within`, with `gpipe` in place of `1f1b` if it cannot have that."""
     may = settings.may_go_inside and space.may_go_inside
     if settings.schedule == INSIDE and not may:
         settings = replace(settings, schedule="gpipe")
@@ -380,7 +425,14 @@ def _plan_within(
 def _wide(
     space: Arrangements, plain: Sequence[Shape], order: tuple[int, ...], *, copied: bool = True
 ) -> list[Shape]:
-    """Loops, shapes with copies, and unequal shares, on the devices of plain shapes."""
+    """Make the loops, shapes with copies and unequal shares on the devices of plain shapes.
+
+    Args:
+        space: arrangements of the network.
+        plain: plain shapes, whose devices and numbers of replicas are used.
+        order: numbers of all devices.
+        copied: whether shapes with copies are made.
+    """
     found: list[Shape] = []
     for size, seats in {s.arrangement.size: s.arrangement.used for s in plain}.items():
         devices = (*seats, *sorted(set(order) - {*seats}))
@@ -400,7 +452,16 @@ def _wide(
 
 
 def _joint(space: Arrangements, asked: ShapeRequest, found: Sequence[Shape]) -> list[Shape]:
-    """Shapes on unlike devices, also without some of them: the best first devices, and of all."""
+    """Make shapes for unlike devices: on some of them, in other orders, and one bred from the best.
+
+    Args:
+        space: arrangements of the network.
+        asked: limits on the shapes.
+        found: shapes on all devices, which the breeding begins with too.
+
+    Returns:
+        Shapes on the first k devices of the cluster for several k, and the bred one, if one fits.
+    """
     count, speeds = len(space.cluster.devices), space.cluster.relative_speeds
     everyone = tuple(range(count))
     by_speed = tuple(sorted(everyone, key=lambda k: -speeds[k]))
@@ -421,7 +482,14 @@ def _joint(space: Arrangements, asked: ShapeRequest, found: Sequence[Shape]) -> 
 
 
 def _shape(space: Arrangements, genes: Arrangement, search: str, *, equal: bool = False) -> Shape:
-    """What an arrangement takes, with the best shares of its replicas or with equal ones."""
+    """Predict the time of an arrangement, and how much memory the fullest device lacks.
+
+    Args:
+        space: arrangements of the network.
+        genes: the arrangement, with cuts.
+        search: name of the search that has found the cuts.
+        equal: whether all replicas take equal shares; else the best shares are searched for.
+    """
     step_s, shares = (space.equal_s(genes), ()) if equal else space.timed(genes)
     lacking = 0.0
     if step_s == float("inf"):  # show what lacks
@@ -441,10 +509,13 @@ def _shape(space: Arrangements, genes: Arrangement, search: str, *, equal: bool 
 
 
 def recommended(shapes: Sequence[Shape]) -> Shape:
-    """The first shape that fits.
+    """Choose the first shape that fits into memory.
+
+    Args:
+        shapes: shapes from `rank_shapes`, the best first.
 
     Raises:
-        PlanError: none does; the text says what lacks where, and what would fit.
+        PlanError: no shape fits; the text says which device lacks what, and what would fit.
     """
     for shape in shapes:
         if shape.fits:
@@ -467,10 +538,18 @@ def recommended(shapes: Sequence[Shape]) -> Shape:
 def plans_of(
     shape: Shape, costs_of: CostsOf, cluster: ClusterDescription, batch: int
 ) -> list[Plan]:
-    """The plan of a shape from `rank_shapes`, which was given the same; as each replica runs it.
+    """Make the plan of each replica for a shape from `rank_shapes`.
 
-    Replicas with unequal shares have other times and other memory, and nothing else of their own.
-    The step of the plan is that of the replica with the longest.
+    Args:
+        shape: the shape.
+        costs_of: function from samples per micro-batch to the costs of the network's partitions; as
+            given to `rank_shapes`.
+        cluster: the devices; as given to `rank_shapes`.
+        batch: samples of one replica in a step; as given to `rank_shapes`.
+
+    Returns:
+        One plan for each replica. All are equal, unless replicas have unequal shares: then
+        predicted times and memory differ, and a step takes the longest of these times.
     """
     genes, shares = shape.arrangement, shape.shares
     space = Arrangements(costs_of, cluster, batch, (genes.microbatches,))
@@ -516,30 +595,41 @@ def plans_of(
 
 
 def _fit(space: Arrangements, genes: Arrangement) -> Fit:
-    """Whether a shape fits into memory; without limits it always does."""
+    """Compare the memory that an arrangement without cuts needs with the limits of the devices."""
     problem = space.whole(genes)
     way = space.way(genes)
     fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)
-    # the problem has taken what is crossing away
+    # `problem_of` has taken the inputs kept for recomputation off the limits: add them again
     kept = way.recompute * way.alive / way.microbatches * fit.crossing_bytes
     return replace(fit, limits=[limit + kept for limit in problem.memory_limits])
 
 
 def _copied(space: Arrangements, plain: Arrangement) -> Iterator[Shape]:
-    """Shapes of two or three stages with copies, as far as they fit."""
+    """Make shapes of two or three stages with copies on the devices of a plain arrangement.
+
+    Yields:
+        Those shapes that fit into memory.
+    """
     size = plain.size
     if not 2 < size <= _MOST_COPIED:
         return
     for cuts in [(k,) for k in range(1, size)] + [*combinations(range(1, size), 2)]:
         copies = tuple(b - a for a, b in pairwise((0, *cuts, size)))
         genes = space.recut(replace(plain, copies=copies)) if max(copies) > 1 else None
-        # of what does not fit, the chain of as many devices says what lacks
+        # shapes that do not fit are left out: the chain on as many devices says what lacks
         if genes is not None and space.equal_s(genes) < float("inf"):
             yield _shape(space, genes, "balanced", equal=True)
 
 
 def _promising(found: Sequence[Shape]) -> Iterator[int]:
-    """Indices in ``found`` of its first `_REFINED` loops and shapes with copies each."""
+    """Choose the shapes for `_refined`: the first loops and the first shapes with copies.
+
+    Args:
+        found: loops and shapes with copies, the best first.
+
+    Yields:
+        Indices in ``found``, at most `_REFINED` of each of the two kinds.
+    """
     kinds: dict[object, list[int]] = {}
     for number, shape in enumerate(found):
         kinds.setdefault(shape.arrangement.has_copies, []).append(number)
@@ -548,7 +638,11 @@ def _promising(found: Sequence[Shape]) -> Iterator[int]:
 
 
 def _refined(space: Arrangements, shape: Shape) -> Shape:
-    """A loop, or stages with copies, with better cuts, where that is quick."""
+    """Search for better cuts of a loop or of stages with copies, unless the problem is large.
+
+    Returns:
+        The shape with the better cuts; or with its own, if none are found.
+    """
     genes = shape.arrangement
     problem, chain = space.whole(genes), genes.chain
     if problem.n * problem.m > _QUICK:
@@ -570,7 +664,11 @@ def _refined(space: Arrangements, shape: Shape) -> Shape:
 
 
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:
-    """What fits first, then by speed, one stage preferred; of equals, but for rounding, simple."""
+    """Sort key: shapes that fit into memory first, then by predicted time per sample.
+
+    A single stage is preferred by `WORTHWHILE`. Of shapes that are equal but for rounding errors,
+    the one with fewer stages, then with fewer micro-batches, comes first.
+    """
     it, sample_s = shape.arrangement, shape.step_s / shape.samples
     rated = float(f"{sample_s * (WORTHWHILE if it.size == 1 else 1.0):.9g}")
     return not shape.fits, rated, len(it.ends), it.microbatches

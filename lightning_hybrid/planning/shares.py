@@ -7,8 +7,8 @@ from collections.abc import Sequence
 def share_samples(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Give each replica whole samples about in proportion to its speed.
 
-    Each gets at least one; each further sample goes to the replica that would finish it first. With
-    fewer samples in all, no replica gets more than before.
+    Each gets at least one; each further sample goes to the replica that would finish it first. If
+    the number of samples falls, no replica's share grows.
 
     Args:
         samples: number of samples of the global batch, at least one per replica.
@@ -39,7 +39,7 @@ def batch_sizes(samples: int, batch: int, replicas: int, *, drop_last: bool) -> 
         samples: number of samples of the epoch, at least one per replica.
         batch: size of a global batch, at least two samples per replica.
         replicas: number of replicas.
-        drop_last: whether samples that do not fill a batch are left out.
+        drop_last: whether samples that do not fill the last batch are left out.
     """
     whole, left = divmod(samples, batch)
     sizes = [batch] * whole

@@ -25,16 +25,16 @@ from lightning_hybrid.schedules import (
 
 Edge = tuple[StageCopy, StageCopy]
 Order = Iterable[tuple[StageCopy, Instruction, StageCopy]]
-"""Instructions in an order in which they may run: each with the copy of a stage that runs it, and
-the copy at the other end if it is a message."""
+"""Instructions in an order in which they may run. Each has the copy of a stage that runs it, and
+the copy at the other end of its message (the same copy, if it is no message)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """An instruction with its simulated start and end.
 
-    A send lasts while its message is on the link, a receive while the device waits for it, a
-    REDUCE during the all-reduce. Only forward, backward and weight keep the device busy.
+    A send lasts while its message is on the link, a receive while the device waits for the message,
+    a REDUCE during the all-reduce. Only forward, backward and weight keep the device busy.
 
     Attributes:
         stage: number of the stage that runs it.
@@ -53,7 +53,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a replica, as simulated.
+    """One simulated step of a replica.
 
     Attributes:
         events: the instructions, in the order in which they were simulated.
@@ -74,11 +74,11 @@ class DealtCosts:
         weight_s: by stage and copy, the weight part of a split backward; 0: not split.
         step_s: by stage and copy, the optimizer step.
         reduce_s: by stage, the all-reduce of its gradients over its copies in all replicas.
-        edges: by the copies at both ends, in the direction of the forward pass: for how long the
-            message of a micro-batch occupies the sender's link, and how much later it arrives.
-            Gradients take the same times on their way back. Inputs go from the driver to copies of
-            stage 0, outputs from copies of the last stage to the driver. Edges that are left out
-            take no time.
+        edges: for two copies between which messages go, in the direction of the forward pass: the
+            seconds for which the message of a micro-batch occupies the sender's link, and the
+            seconds that it then takes to arrive. Gradients take the same times on their way back.
+            Inputs go from the driver to copies of stage 0, outputs from copies of the last stage to
+            the driver. Messages on other edges take no time.
     """
 
     forward_s: Sequence[Sequence[float]]
@@ -95,9 +95,12 @@ class DealtCosts:
 
     @classmethod
     def alike(cls, costs: StepCosts, copies: Sequence[int]) -> "DealtCosts":
-        """Costs in which the copies of a stage have equal times, from those of the stages.
+        """Make costs in which all copies of a stage have equal times.
 
-        `costs.reduce_s` must be the all-reduces over the copies in all replicas.
+        Args:
+            costs: times by stage; `reduce_s` must be the all-reduces over the copies of a stage in
+                all replicas.
+            copies: by stage, its number of copies.
         """
 
         def each(seconds: Sequence[float]) -> list[list[float]]:
@@ -121,20 +124,20 @@ class DealtCosts:
 def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
     """Simulate a step of a schedule whose stages have no copies.
 
-    A device runs one instruction at a time; the lists of several stages on a device are merged.
-    Sends take none of the sender's time; the messages from one device to another are transferred
-    one at a time, and the two directions are independent. Messages between stages of one device
-    take no time. The all-reduce of a stage begins with its last backward (or weight part) and
-    overlaps it; all-reduces of one device run one after the other. `step_time.fill_drain_s` gives
-    the same makespan for fill-drain in a fraction of the time.
+    A device runs one instruction at a time; if it has several stages, their lists are merged into
+    one. Sends take none of the sender's time. Messages from one device to another are transferred
+    one at a time; the two directions are independent. Messages between stages of one device take no
+    time. The all-reduce of a stage begins with its last backward (or weight part) and overlaps it;
+    all-reduces of one device run one after the other. `step_time.fill_drain_s` gives the same
+    makespan for fill-drain in a fraction of the time.
 
     Args:
         schedule: The schedule.
-        costs: Times of its stages.
+        costs: Times of its stages, and the device of each.
 
     Raises:
-        PlanError: the costs are those of another number of stages, devices are left out, or the
-            schedule cannot be run.
+        PlanError: the costs are for another number of stages, the numbers of devices have gaps, or
+            the schedule cannot be run.
     """
     places = tuple(costs.devices)
     count = len(set(places))
@@ -157,16 +160,17 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
 
 
 def simulate_dealt(dealt: DealtSchedule, costs: DealtCosts) -> Timeline:
-    """Simulate a step of a schedule whose stages have copies, each on a device of its own.
+    """Simulate a step of a schedule whose stages have copies, each copy on a device of its own.
 
     If each stage has one copy, the times are those of `simulate`.
 
     Args:
-        dealt: The schedule, with the stage that `collected` may add.
-        costs: Times of the stages with layers.
+        dealt: The schedule; if the last stage has several copies, with the stage that `collected`
+            adds.
+        costs: Times of the stages, without that added stage, which computes nothing.
 
     Raises:
-        PlanError: the costs are those of other copies, or the lists cannot be run.
+        PlanError: schedule and costs have different numbers of copies, or the lists cannot be run.
     """
     copies = costs.copies
     if collected(copies) != dealt.copies:
@@ -186,7 +190,15 @@ def _order(
     steps: Iterable[tuple[StageCopy, Instruction]],
     peer: Callable[[StageCopy, Instruction], StageCopy],
 ) -> Order:
-    """Add to each instruction the other end of its message (itself if it is no message)."""
+    """Add to each instruction the copy at the other end of its message.
+
+    Args:
+        steps: Instructions, each with the copy of a stage that runs it.
+        peer: Function from such a copy and its send or receive to the copy at the other end.
+
+    Yields:
+        The copy, the instruction, and the other copy; or the same copy, if it is no message.
+    """
     for place, step in steps:
         travels = step.kind.is_send or step.kind.is_receive
         yield place, step, peer(place, step) if travels else place
@@ -198,8 +210,8 @@ class _SimulatedStep:
     Args:
         costs: times of the stages.
         devices: device of each copy.
-        one_way_out: whether a device sends one message at a time, to whichever device; else one at
-            a time to each device.
+        one_way_out: True: a device sends one message at a time, whatever the receiver. False: one
+            message at a time to each receiver.
     """
 
     def __init__(
@@ -222,7 +234,7 @@ class _SimulatedStep:
         self._events: list[Event] = []
 
     def timeline(self, order: Order) -> Timeline:
-        """Simulate the instructions, then all-reduces and optimizer steps."""
+        """Simulate the instructions in this order, then all-reduces and optimizer steps."""
         for place, step, other in order:
             self._take(place, step, other)
         reduced_s, steps_s = [0.0] * len(self._clock_s), [0.0] * len(self._clock_s)
@@ -261,7 +273,7 @@ class _SimulatedStep:
     def _send(
         self, place: StageCopy, other: StageCopy, start_s: float, back: bool
     ) -> tuple[float, float]:
-        """Simulate a send: the start of its transfer, and its arrival."""
+        """Simulate a send; the seconds at which its transfer begins and its message arrives."""
         source, target = self._devices[place], self._devices[other]
         edge = (other, place) if back else (place, other)
         send_s, latency_s = self._costs.edges.get(edge, (0.0, 0.0))

@@ -1,7 +1,9 @@
 """Choose the stages whose backward is split, by the predicted step time.
 
-A split backward takes `input_s + weight_s`, which may be more than a joint one (batch
-normalisation, for instance, computes the same sums for both parts). So it is tried stage by stage.
+A split backward computes first the gradients of the inputs (input part), for which the previous
+stage waits, later those of the weights (weight part). The two parts together may take longer than a
+joint backward (batch normalisation, for instance, computes the same sums for both). So splitting is
+tried stage by stage.
 """
 
 from bisect import bisect_left
@@ -17,7 +19,8 @@ from lightning_hybrid.planning.step_time import MARGIN, StepCosts, fill_drain_s
 from lightning_hybrid.schedules import INSIDE, make_schedule
 
 _MOST_SIMULATED = 256
-"""Stages times micro-batches up to which single stages are made joint again."""
+"""Largest product of stages and micro-batches for which single stages are tried one by one, since
+each try simulates a step."""
 
 
 def best_split_chain(
@@ -27,12 +30,13 @@ def best_split_chain(
 
     Args:
         problem: The partitions and devices.
-        ends: For each stage its end, the number after its last partition, of a good chain without
-            split backwards.
+        ends: For each stage the number after its last partition, of a good chain without split
+            backwards.
         devices: The device of each stage; all differ.
 
     Returns:
-        The ends, and the costs of the stages, of which some have a split backward.
+        The ends, and the costs of the stages: those with a `weight_s` above 0 have a split
+        backward.
     """
 
     def step_s(moved: Sequence[int]) -> float:
@@ -45,7 +49,16 @@ def best_split_chain(
 
 
 def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
-    """The costs of stages with given cuts, with backwards split where the step gets shorter."""
+    """Choose the stages of a chain whose backward is split, so that the step is short.
+
+    Args:
+        problem: The partitions and devices.
+        ends: For each stage the number after its last partition.
+        devices: The device of each stage; all differ.
+
+    Returns:
+        The costs of the stages: those with a `weight_s` above 0 have a split backward.
+    """
     parts = _SplitCosts(problem, ends, devices)
 
     def step_s(chosen: frozenset[int]) -> float:
@@ -59,10 +72,19 @@ def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int
 def split_costs_inside(
     problem: StepProblem, ends: Sequence[int], devices: Sequence[int]
 ) -> StepCosts:
-    """As `split_costs`, for backwards that run inside of a call.
+    """Choose the stages whose backward is split, for backwards that run inside of calls (`1f1b`).
 
-    None is split, or all that may be, or those that are left where single ones are made joint
-    again, if that shortens the step by `MARGIN`.
+    The choice begins with all stages that may be split; in small problems single stages are then
+    made joint again where that helps. If the step is not shorter by `MARGIN` than without any split
+    backward, no stage is split.
+
+    Args:
+        problem: The partitions and devices.
+        ends: For each stage the number after its last partition.
+        devices: The device of each stage; all differ.
+
+    Returns:
+        The costs of the stages: those with a `weight_s` above 0 have a split backward.
     """
     parts = _SplitCosts(problem, ends, devices)
 
@@ -78,14 +100,14 @@ def split_costs_inside(
 
 
 def inside_s(costs: StepCosts, microbatches: int) -> float:
-    """Seconds of a step of one forward, one backward; stages with `weight_s` are split."""
+    """Simulate the seconds of a step of `1f1b`; stages with a `weight_s` above 0 are split."""
     split = tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s)
     schedule = make_schedule(INSIDE, len(costs.devices), microbatches, split=split)
     return simulate(schedule, costs).makespan_s
 
 
 class _SplitCosts:
-    """The costs of stages, by which of them are split.
+    """The costs of the stages of a chain, for any choice of those whose backward is split.
 
     Attributes:
         may: numbers of the stages that may be split.
@@ -102,7 +124,7 @@ class _SplitCosts:
         self.may = [stage for stage, part in enumerate(self._parts) if part]
 
     def costs(self, chosen: frozenset[int]) -> StepCosts:
-        """The costs if these stages are split."""
+        """The costs of all stages if the stages in `chosen` are split."""
         rows = [
             part if part and stage in chosen else (b, 0.0)
             for stage, (b, part) in enumerate(zip(self._joint.backward_s, self._parts))
@@ -112,7 +134,14 @@ class _SplitCosts:
 
 
 def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, float] | None:
-    """Seconds of the input and the weight part of a stage's backward; None: it cannot be split."""
+    """Seconds of the input and the weight part of a stage's backward; None: it cannot be split.
+
+    Args:
+        problem: The partitions and devices.
+        a: Number of the stage's first partition.
+        b: Number after its last partition.
+        device: Its device, by index in the replica.
+    """
     table, speed = problem.table, problem.speeds[device]
     # the gradient of a weight is the sum of its uses, which one operation adds up
     if any(bisect_left(w.partitions, b) - bisect_left(w.partitions, a) > 1 for w in table.tied):
@@ -131,8 +160,13 @@ def _toggled(
 ) -> frozenset[int]:
     """Split one stage more, or one less, as long as the step gets shorter.
 
+    Args:
+        chosen: Numbers of the stages that are split to begin with.
+        may: Numbers of the stages that may be split.
+        step_s: Function from the split stages to the seconds of a step.
+
     Returns:
-        The stages that are split.
+        Numbers of the stages that are split.
     """
     best_s, better = step_s(chosen), True
     while better:

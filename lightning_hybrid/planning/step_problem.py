@@ -13,11 +13,11 @@ from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links between the devices of a replica, as m x m tables; the diagonal is not used.
+    """The links between the m devices of a replica, as tables; their diagonal is not used.
 
     Attributes:
-        seconds_per_byte: (m, m) seconds for which a byte occupies the link from one device to
-            another.
+        seconds_per_byte: (m, m) seconds for which a byte occupies the link from one device (row) to
+            another (column).
         latency_s: (m, m) further seconds until a message arrives.
     """
 
@@ -26,7 +26,7 @@ class Links:
 
     @classmethod
     def equal(cls, devices: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> "Links":
-        """Equal links between any two devices."""
+        """Make links that are equal between any two of `devices` devices."""
         return cls(
             seconds_per_byte=[[1 / bandwidth_bytes_per_s] * devices] * devices,
             latency_s=[[latency_s] * devices] * devices,
@@ -37,9 +37,9 @@ class Links:
 class StepProblem:
     """n network partitions in a row, m <= n devices, M micro-batches, run as fill-drain.
 
-    A placement is a list of runs of consecutive partitions, given by the number after the last
-    partition of each (`ends`, rising, the last one n) and by its device (`devices`). Neighbouring
-    runs are on different devices.
+    A placement is a list of runs of consecutive partitions; each run is a stage. It is given by two
+    lists: `ends`, for each run the number after its last partition (rising, the last one is n); and
+    `devices`, for each run its device. Neighbouring runs are on different devices.
 
     Attributes:
         table: times and sizes of the partitions; computations and optimizer steps are timed for a
@@ -67,13 +67,13 @@ class StepProblem:
 
     @cached_property
     def ceilings(self) -> list[float]:
-        """The memory limits with a tolerance for rounding; empty: there are none to observe."""
+        """(m,) memory limits with a tolerance for rounding errors; empty: nothing is limited."""
         # without known memory of partitions limits cannot be checked
         known = self.memory_limits if self.table.memory_bytes else ()
         return [limit * (1 + SLACK) for limit in known]
 
     def held(self, ends: Sequence[int], devices: Sequence[int]) -> list[float]:
-        """Bytes that each device holds in a placement; zeros if they are not known."""
+        """(m,) bytes that each device holds in a placement; zeros if they are not known."""
         held, sums = [0.0] * self.m, self.table.sums["memory_bytes"]
         for (a, b), device in zip(pairwise((0, *ends)), devices):
             held[device] += sums[b] - sums[a]
@@ -82,7 +82,7 @@ class StepProblem:
         return held
 
     def fits(self, ends: Sequence[int], devices: Sequence[int]) -> bool:
-        """Whether every device can hold its runs."""
+        """Whether every device has enough memory for its runs."""
         if not self.ceilings:
             return True
         return all(h <= c for h, c in zip(self.held(ends, devices), self.ceilings))
@@ -90,9 +90,17 @@ class StepProblem:
     def with_lending(
         self, step_s: Sequence[float], ends: Sequence[int], devices: Sequence[int]
     ) -> list[float]:
-        """Seconds of the step of each run, and those in which its device exchanges tied weights.
+        """Add to the optimizer steps the time in which devices exchange weights that they share.
 
-        A device that has several runs with a weight exchanges it once.
+        A device that has several runs with a weight exchanges it once, in the last of them.
+
+        Args:
+            step_s: for each run the seconds of its optimizer step.
+            ends: for each run the number after its last partition.
+            devices: for each run its device.
+
+        Returns:
+            For each run the sum of both, in seconds.
         """
         step_s = [*step_s]
         for weight in self.table.tied:
@@ -104,7 +112,7 @@ class StepProblem:
         return step_s
 
     def costs(self, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
-        """The times of the parts of a step, for each run."""
+        """The times of the parts of a step, for each run of a placement."""
         bounds = list(pairwise((0, *ends)))
 
         def per_run(name: str) -> list[float]:
@@ -129,10 +137,11 @@ class StepProblem:
         )
 
     def lending_s(self, weight: TiedWeight, device: int) -> float:
-        """Seconds in which a device exchanges a weight with the driver, that other devices use too.
+        """Seconds per step in which a device exchanges a weight with the driver; 0 for the driver.
 
-        In each step its value goes one way, before the forward, and a gradient the other way, after
-        the backward. What two workers share goes through the driver likewise.
+        The weight is one that several devices use. In each step its value goes one way, before the
+        forward, and a gradient goes the other way, after the backward. A weight that two workers
+        share goes through the driver too.
         """
         if device == 0:
             return 0.0
@@ -140,7 +149,7 @@ class StepProblem:
         return 2 * (weight.size_bytes * rates[device][0] + latency[device][0])
 
     def step_time_s(self, ends: Sequence[int], devices: Sequence[int]) -> float:
-        """Predicted seconds of a step; infinite if a device cannot hold its runs."""
+        """Predicted seconds of a fill-drain step; infinite if a device lacks memory."""
         if not self.fits(ends, devices):
             return float("inf")
         return fill_drain_s(self.costs(ends, devices), self.microbatches)

@@ -1,7 +1,8 @@
 """Compute the time of a step of fill-drain by a formula, as `simulate` does by events, but faster.
 
 Letters: S stages, M micro-batches, f_k and b_k seconds of forward and backward of stage k for one
-micro-batch, c_k seconds in which such a message occupies the link after stage k, l_k its latency.
+micro-batch, c_k seconds for which the message of a micro-batch occupies the link after stage k, l_k
+further seconds until it arrives (latency).
 
 **Every stage on a device of its own.** Devices and links are then a row of servers that each take
 constant time for a micro-batch, so that micro-batch m leaves server s after the sum of the times up
@@ -12,8 +13,9 @@ to s and m times the largest of them. With sums over what lies in between ::
     step      max_k ( max(E_k, E_k - b_k + reduce_k) + step_k )
 
 The all-reduce of a stage overlaps its last backward. This takes O(S). A stage whose backward is
-split sends a micro-batch on after b_k and takes the next one after b_k + w_k: w_k is in the maximum
-and not in the sum, and the stage ends w_k later, which its all-reduce overlaps.
+split sends a micro-batch on after b_k and takes the next one after b_k + w_k, with w_k seconds for
+the weight part: w_k is in the maximum and not in the sum, and the stage ends w_k later, which its
+all-reduce overlaps.
 
 **Stages that share devices** (looped schedules, free placements) take turns in the order of their
 ticks, see `schedules.merged`. The recursion goes through the (stage, micro-batch) pairs in that
@@ -29,14 +31,14 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.schedules import LookAhead
 
 MARGIN = 0.05
-"""Fraction of the predicted step time that another schedule, or a split backward inside of a call,
-must save to be chosen. Predictions are not more exact: they leave out the time between two
-instructions, of which the other one has more."""
+"""Least fraction of the predicted step time that another schedule, or a split backward inside of a
+call, must save to be chosen. Predictions are not more exact: they leave out the time between two
+instructions, and those choices have more instructions."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Times of the parts of a step, by stage, in seconds.
+    """Times of the parts of a step, for each of S stages, in seconds.
 
     Lists that are left empty are filled with zeros.
 
@@ -46,11 +48,11 @@ class StepCosts:
         devices: (S,) device of each stage, counted from 0; the last stage is the driver's.
         send_s: (S - 1,) for how long the message of a micro-batch occupies the link after a stage,
             in either direction.
-        latency_s: (S - 1,) further time until it arrives.
+        latency_s: (S - 1,) further time until this message arrives.
         reduce_s: (S,) all-reduce of the gradients of a stage over its replicas.
         step_s: (S,) optimizer step of a stage.
-        weight_s: (S,) weight part of a split backward, of which `backward_s` is then the input
-            part; 0: not split. Only if no stages share a device.
+        weight_s: (S,) weight part of a split backward; `backward_s` is then its input part. 0: not
+            split. Only if no stages share a device.
 
     Raises:
         PlanError: a list has not one entry for each stage or cut, or a backward is split though
@@ -85,14 +87,16 @@ class StepCosts:
 
 _MAY_BE_EMPTY = ("send_s", "latency_s", "reduce_s", "step_s", "weight_s")
 TIMES = ("forward_s", "backward_s", *_MAY_BE_EMPTY)
-"""Names of the times, which the rows of a plan have too."""
+"""Names of the times in `StepCosts`; the rows of a plan (`StagePlan`) have times of these names
+too."""
 
 
 def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
-    """Seconds of one step of fill-drain, from the first forward to the last optimizer step.
+    """Predict the seconds of a fill-drain step, from the first forward to the last optimizer step.
 
-    Equal to `simulate(gpipe(S, M), costs).makespan_s`, or with `weight_s` to that of `zero_bubble`
-    with these stages split; but fast enough to be called thousands of times.
+    The result equals `simulate(gpipe(S, M), costs).makespan_s`; if stages have a `weight_s`, it is
+    that of `zero_bubble` with these stages split. It is fast enough to be called thousands of
+    times.
     """
     if len(set(costs.devices)) == len(costs.devices):
         return _chain_s(costs, microbatches)
@@ -100,7 +104,7 @@ def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
 
 
 def _chain_s(costs: StepCosts, microbatches: int) -> float:
-    """Seconds of a step if every stage has its own device."""
+    """Predict the seconds of a step of fill-drain if every stage has its own device."""
     more = microbatches - 1
     crossing = sum(costs.send_s) + sum(costs.latency_s)
     # the first micro-batch takes the sum of all times, each further one their maximum
@@ -117,7 +121,7 @@ def _chain_s(costs: StepCosts, microbatches: int) -> float:
 
 
 def _shared_s(costs: StepCosts, microbatches: int) -> float:
-    """Seconds of a step if stages share devices."""
+    """Predict the seconds of a step of fill-drain if stages share devices."""
     there = range(len(costs.devices))
     back = there[::-1]
     clocks = _Clocks(costs, microbatches)
@@ -133,7 +137,7 @@ def _shared_s(costs: StepCosts, microbatches: int) -> float:
 
 
 class _Clocks:
-    """Times at which devices and links are free again, for stages that share devices."""
+    """The seconds at which devices and links are free again, if stages share devices."""
 
     def __init__(self, costs: StepCosts, microbatches: int) -> None:
         self.costs = costs
@@ -143,10 +147,10 @@ class _Clocks:
         self.link_s = [[0.0] * self.devices for _ in self.device_s]  # from one device to another
 
     def run(self, seconds: Sequence[float], way: range) -> list[float]:
-        """Simulate one pass of all micro-batches, forward or backward; advances the clocks.
+        """Simulate one pass of all micro-batches, forward or backward, and advance the clocks.
 
         Args:
-            seconds: seconds of a micro-batch, by stage.
+            seconds: by stage, the seconds of a micro-batch.
             way: numbers of the stages in the order in which a micro-batch passes them.
 
         Returns:
@@ -180,7 +184,7 @@ class _Clocks:
     def _place(
         self, stage: int, target: int, taken_s: float
     ) -> tuple[int, float, int, list[float], float, float]:
-        """Look up what a tick needs of a stage.
+        """Look up all that `run` needs of a stage.
 
         Args:
             stage: the stage.
@@ -188,8 +192,9 @@ class _Clocks:
             taken_s: seconds of a micro-batch.
 
         Returns:
-            Its device, `taken_s`, the target's device, when the links of its device are free, and
-            seconds and latency of a message.
+            The stage's device; `taken_s`; the target's device; by device, when the link to it from
+            the stage's device is free; the seconds for which a message occupies that link; and its
+            latency.
         """
         devices, cut = self.costs.devices, min(stage, target)
         here = devices[stage]
@@ -200,17 +205,17 @@ class _Clocks:
 
 
 def batch_s(schedule: LookAhead, costs: StepCosts, microbatches: int) -> float:
-    """Seconds from one batch to the next under a streamed schedule, in the steady state.
+    """Predict the seconds from one batch to the next of a streamed schedule, in the steady state.
 
-    Stage k runs forward t after backward t - a_k - 1, and backward t after forward t + a_k, with
-    its look-ahead a_k. So of what goes from stage k to stage j and back, without others before or
-    behind, only a_k - a_j + 1 batches are under way at once: as many take at least the time of the
-    way there and back. The slowest of these cycles is the pace of all (its maximum cycle mean; j =
-    k is a stage that is always busy). Messages do not wait for each other, as they do in
-    `simulate`.
+    With its look-ahead a_k, stage k runs forward t after backward t - a_k - 1, and backward t after
+    forward t + a_k. So at most a_k - a_j + 1 batches are at once on their way from stage k to a
+    later stage j and back. This way there and back takes some time; divided by that number it is
+    the least time from one batch to the next. The slowest of these cycles, over all k <= j, sets
+    the pace of all (the maximum cycle mean; j = k is a stage that is always busy). Messages do not
+    wait for each other here, as they do in `simulate`.
 
-    All-reduce and optimizer step are counted for each batch, which is too much for 1F1B: it steps
-    once per accumulation window.
+    All-reduce and optimizer step are counted for each batch. That is too much for ``1f1b_stream``,
+    which steps once per accumulation window.
 
     Args:
         schedule: the schedule.
@@ -232,6 +237,10 @@ def batch_s(schedule: LookAhead, costs: StepCosts, microbatches: int) -> float:
 
 def speedup(serial_s: float, parallel_s: float) -> float:
     """S = T_s / T_p (Akintoye et al. 2022, Eq. 14): how many times faster the same work is done.
+
+    Args:
+        serial_s: T_s, seconds of the work on one device.
+        parallel_s: T_p, seconds of the same work on several devices.
 
     Raises:
         PlanError: a time is not positive.

@@ -15,7 +15,7 @@ UNITS: dict[str, dict[str, float]] = {
     | {f"{p}bit/s": f / 8 for p, f in _PREFIXES.items()},
     "latency": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
 }
-"""By quantity, its units, as multiples of byte, FLOP/s, byte/s or second."""
+"""By quantity, its units with their size in bytes, FLOP/s, bytes per second or seconds."""
 _EXAMPLES = {
     "memory": "'16 GB'",
     "compute": "'15.7 TFLOP/s'",
@@ -26,12 +26,12 @@ _NUMBER = re.compile(r"\s*([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*(.*?)\s*")
 
 
 def parse(quantity: str, value: Any, where: str) -> float:
-    """Read a number with its unit.
+    """Read a quantity, which is a number with its unit.
 
     Args:
         quantity: A key of `UNITS`.
         value: The text, such as `"16 GB"`.
-        where: Where it was written, for the error.
+        where: Name of the place that it is from, for the text of an error.
 
     Returns:
         The value in bytes, FLOP/s, bytes per second or seconds.
@@ -53,7 +53,12 @@ def parse(quantity: str, value: Any, where: str) -> float:
 
 
 def spell(quantity: str, value: float) -> str:
-    """Write a value with the largest decimal unit that leaves a number of at least 1."""
+    """Write a quantity with the largest decimal unit that leaves a number of at least 1.
+
+    Args:
+        quantity: A key of `UNITS`.
+        value: Bytes, FLOP/s, bytes per second or seconds.
+    """
     # decimal units only, as in data sheets of memory and links
     units = {u: f for u, f in UNITS[quantity].items() if "i" not in u and u != "µs"}
     fitting = [unit for unit, factor in units.items() if value >= factor * (1 - 1e-12)]

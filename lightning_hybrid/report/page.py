@@ -32,7 +32,13 @@ _LEFT = ' class="left"'
 
 
 def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Make a page of sections: heading, and content in HTML. Those without content are left out."""
+    """Make an HTML page, as the text of one file.
+
+    Args:
+        title: title of the page, as plain text.
+        sections: heading (plain text) and content (HTML) of each section; sections with an empty
+            content are left out.
+    """
     body = "".join(f"<h2>{escape(name)}</h2>\n{text}\n" for name, text in sections if text)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -43,12 +49,18 @@ def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Make a paragraph of explanation, in HTML, of plain text."""
+    """Make an HTML paragraph of plain text."""
     return f'<p class="quiet">{escape(text)}</p>\n'
 
 
 def table(rows: Sequence[Mapping[str, str]], left: Iterable[str] = ()) -> str:
-    """Make a table in HTML; the keys of the first row are its head, `left` columns align left."""
+    """Make an HTML table; empty if there are no rows.
+
+    Args:
+        rows: for each row its cells, as plain text by name of the column. The names in the first
+            row are the head of the table.
+        left: names of the columns that align left; the others align right.
+    """
     if not rows:
         return ""
     names = set(left)
@@ -71,11 +83,12 @@ KINDS = {
     "reduce": "all-reduce",
     "step": "optimizer step",
 }
-"""Kinds of spans, which are colour classes too, and their names in the legend."""
+"""Kinds of spans, which are CSS classes too, with their names in the legend."""
 _CHARACTER = 0.01
-"""Share of the picture's width that a character takes at most."""
+"""Share of the picture's width that a character takes at most: a label is left out if its bar is
+too narrow for it."""
 _NARROW = 0.004
-"""Share below which a bar has no border."""
+"""Share of the picture's width below which a bar has no border."""
 _MARKS = 5
 
 
@@ -99,9 +112,12 @@ class Span:
 
 
 def timeline(lanes: Mapping[str, Sequence[Span]]) -> str:
-    """Draw a step in HTML, with a lane for each device, by name of the device.
+    """Draw the timeline of a step in HTML, with a lane for each device.
 
     All-reduces are drawn in the lower part of a lane, since they overlap computation.
+
+    Args:
+        lanes: by name of the device, what it does when; drawn in this order.
     """
     spans = [span for lane in lanes.values() for span in lane]
     end_s = max((span.end_s for span in spans), default=0.0) or 1.0

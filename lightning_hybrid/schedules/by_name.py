@@ -1,4 +1,4 @@
-"""Make the schedule of one call of the network by its name."""
+"""Make a schedule, for one call of the network, by its name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +19,10 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     # what it does under fill-drain: no backward begins before all outputs are computed.
     **dict.fromkeys(STREAMED, gpipe),
 }
-"""By name, the function that makes the schedule of one call of the network."""
+"""By name, the function that makes the schedule for one call of the network."""
 
 SPLITTING = (NAME, INSIDE)
-"""Names of the schedules under which backwards may be split."""
+"""Names of the schedules under which the backward of a stage may be split in two parts."""
 
 
 def make_schedule(
@@ -33,15 +33,19 @@ def make_schedule(
     input_gradient: bool = False,
     split: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """Make a schedule by its name.
+    """Make a schedule by its name, for one call of the network.
 
     Args:
         name: A key of `SCHEDULES`.
-        stages: Number of stages.
+        stages: Number of stages; the last one is the driver's.
         microbatches: Number of micro-batches.
-        input_gradient: Whether the driver wants the gradient of the network's inputs.
-        split: Numbers of the stages whose backward is split; None: under `zero_bubble` all that can
-            be, under `1f1b` none. Other schedules ignore it.
+        input_gradient: Whether the driver wants the gradient of the network's inputs; must be False
+            under `1f1b`.
+        split: Numbers of the stages whose backward is split; None: under `zero_bubble` all but the
+            first, under `1f1b` none. Other schedules ignore it.
+
+    Raises:
+        PlanError: a number is less than one, or the schedule cannot have these options.
     """
     more: dict[str, Any] = {"split": split} if name in SPLITTING and split is not None else {}
     return SCHEDULES[name](stages, microbatches, input_gradient=input_gradient, **more)

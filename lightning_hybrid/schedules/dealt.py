@@ -8,8 +8,8 @@ backward. With copies (2, 1) and five micro-batches fill-drain looks like this::
     stage 1           . 0 1 2 3 4 | 4 3 2 1 0 .
 
 The last stage, which gives the driver the network's outputs, has one copy. If the last layers are
-to have copies, a stage without layers stands behind them, which collects their outputs, and the
-driver has two stages: this one and one of the copies.
+to have several copies, a stage without layers is added behind them, which collects their outputs.
+The driver then has two stages: the added one, and the last of these copies.
 
 Both ends of a link know the order of its messages: the micro-batches that both compute, rising in
 the forward pass and falling in the backward pass.
@@ -27,7 +27,7 @@ DEALS = ("gpipe", "zero_bubble")
 
 
 class StageCopy(NamedTuple):
-    """One copy of a stage, which is one rank of a replica."""
+    """One copy of a stage: the number of the stage, and the number of the copy among its copies."""
 
     stage: int
     number: int
@@ -37,10 +37,11 @@ class StageCopy(NamedTuple):
 
 
 DealtLists = tuple[tuple[tuple[Instruction, ...], ...], ...]
-"""By stage and copy, its list of instructions."""
+"""By stage and copy, the list of instructions of the copy."""
 
-# Instructions of a stage that collects outputs which come before those of the copy on the same
-# device, since other ranks wait for them; the rest waits for other ranks, and comes after.
+# Kinds of instructions of the stage that collects outputs. On its device these kinds come before
+# the instructions of the copy, since other ranks wait for them; all others come after, since they
+# wait for other ranks.
 _BEFORE = frozenset(
     {
         InstructionKind.SEND_INPUT,
@@ -70,17 +71,21 @@ class DealtSchedule:
     def execute(
         self, lists: DealtLists, *, collects: bool = False
     ) -> Iterator[tuple[StageCopy, Instruction]]:
-        """Simulate `forward` or `backward` on all devices, as `instructions.execute` does.
+        """Simulate `forward` or `backward` on all devices at the same time.
+
+        Sends do not block, receives wait for their message. Nothing is computed.
 
         Args:
             lists: `forward` or `backward`.
-            collects: Whether the last stage and the last copy of the one before are on one device.
+            collects: Whether the last stage only collects outputs: then it shares a device with the
+                last copy of the stage before it.
 
         Yields:
             Copies and their instructions, in an order in which they may be run.
 
         Raises:
-            PlanError: see `instructions.execute`.
+            PlanError: a copy expects another message than the next one on the link, all copies wait
+                (deadlock), or messages are never received.
         """
         places = [StageCopy(s, n) for s, copies in enumerate(lists) for n in range(len(copies))]
         devices = [*([place] for place in places[:-2]), places[-2:]] if collects else None
@@ -89,7 +94,12 @@ class DealtSchedule:
         )
 
     def peer(self, place: StageCopy, step: Instruction) -> StageCopy:
-        """The copy at the other end of a send or receive."""
+        """Find the copy at the other end of a message.
+
+        Args:
+            place: The copy that executes `step`.
+            step: A send or a receive.
+        """
         stage = step.peer(place.stage, len(self.copies))
         return StageCopy(stage, step.microbatch % self.copies[stage])
 
@@ -99,7 +109,8 @@ def together(lists: DealtLists, places: Sequence[StageCopy]) -> list[tuple[Stage
 
     Args:
         lists: Instructions by stage and copy.
-        places: What is on the device: a copy, or a copy and the stage that collects outputs.
+        places: What is on the device: one copy; or a copy of the last stage with layers, and then
+            the stage without layers that collects the outputs of such copies.
 
     Returns:
         The device's instructions in order, each with the copy that it belongs to.
@@ -111,15 +122,22 @@ def together(lists: DealtLists, places: Sequence[StageCopy]) -> list[tuple[Stage
 
 
 def collected(copies: Sequence[int]) -> tuple[int, ...]:
-    """Add the stage that collects outputs to the numbers of copies, if the last stage has several.
+    """Add a stage that collects the network's outputs, if the last stage has several copies.
 
-    It has no layers, and is on the device of the last of those copies, the driver.
+    The added stage has no layers and one copy, on the device of the last copy of the stage before:
+    the driver.
+
+    Args:
+        copies: By stage, its number of copies.
+
+    Returns:
+        These numbers, with a 1 for the added stage, if there is one.
     """
     return (*copies, 1) if copies[-1] > 1 else tuple(copies)
 
 
 def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:
-    """Deal the micro-batches of a schedule to the copies of its stages.
+    """Deal the micro-batches of a schedule to the copies of its stages, in turn.
 
     Each copy keeps the instructions of its micro-batches, in their order. The REDUCE of a copy
     stands before the last computation of its backward; a copy without a micro-batch has a REDUCE
@@ -128,11 +146,11 @@ def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:
 
     Args:
         schedule: Fill-drain, with split backwards or without.
-        copies: Number of copies of each stage.
+        copies: Number of copies of each stage; 1 for the last stage (see `collected`).
 
     Raises:
-        PlanError: stages of this schedule cannot have copies, or `copies` is not one number of at
-            least 1 for each stage, or gives several to the last stage or to a single one.
+        PlanError: stages of this schedule cannot have copies; or `copies` is not one number of at
+            least 1 for each stage; or the last or only stage has several copies.
     """
     counts = tuple(copies)
     check_copies(counts, schedule.stages, schedule.name)
@@ -149,9 +167,14 @@ def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:
 def check_copies(copies: Sequence[int], stages: int, schedule: str) -> None:
     """Check the numbers of copies of all stages.
 
+    Args:
+        copies: By stage, its number of copies.
+        stages: Number of stages.
+        schedule: Name of the schedule.
+
     Raises:
-        PlanError: not one number of at least 1 for each stage; or a stage has several, and the
-            schedule does not allow that or there is one stage only.
+        PlanError: `copies` is not one number of at least 1 for each stage; or a stage has several
+            copies, and the schedule does not allow it or there is only one stage.
     """
     if len(copies) != stages or any(not isinstance(r, int) or r < 1 for r in copies):
         raise PlanError(
@@ -171,9 +194,9 @@ def check_copies(copies: Sequence[int], stages: int, schedule: str) -> None:
 
 
 def _dealt(lists: Sequence[Sequence[Instruction]], copies: tuple[int, ...]) -> DealtLists:
-    """For each stage the list of each copy: its instructions for every n-th micro-batch.
+    """Deal the instruction list of each stage to its copies; see `deal`.
 
-    Copy i of n has the micro-batches whose number modulo n is i; see `deal`.
+    Copy i of n gets the instructions for the micro-batches whose number modulo n is i.
     """
 
     def one(stage: int, number: int) -> tuple[Instruction, ...]:
@@ -188,9 +211,11 @@ def _dealt(lists: Sequence[Sequence[Instruction]], copies: tuple[int, ...]) -> D
 
 
 def _reduced(of_stage: Sequence[Instruction], own: list[Instruction]) -> tuple[Instruction, ...]:
-    """Put a REDUCE before the last computation in the list `own` of a copy.
+    """Put a REDUCE before the last computation of a copy, if its stage has a REDUCE.
 
-    If the list `of_stage` has none, as in the forward pass, the copy gets none.
+    Args:
+        of_stage: all instructions of the stage; in the forward pass there is no REDUCE.
+        own: the instructions of the copy.
     """
     if all(step.kind is not InstructionKind.REDUCE for step in of_stage):
         return tuple(own)

@@ -5,7 +5,7 @@ from lightning_hybrid.schedules.instructions import Instruction, InstructionKind
 
 
 def gpipe(stages: int, microbatches: int, *, input_gradient: bool = False) -> Schedule:
-    """Make the fill-drain schedule of `stages` stages and `microbatches` micro-batches.
+    """Make the fill-drain schedule: all micro-batches forward, then all of them backward.
 
     It looks like this: one row per stage, one column per clock. A forward or a backward takes one
     clock, a message none; dots are the bubble::
@@ -19,7 +19,7 @@ def gpipe(stages: int, microbatches: int, *, input_gradient: bool = False) -> Sc
     gradients are thus summed in the same order, and floating-point sums come out bit for bit equal.
 
     Args:
-        stages: Number of stages; the last one is the driver's. One stage sends nothing.
+        stages: Number of stages; the last one is the driver's. A single stage sends nothing.
         microbatches: Number of micro-batches.
         input_gradient: Whether the driver wants the gradient of the network's inputs.
 

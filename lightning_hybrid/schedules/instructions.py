@@ -1,8 +1,8 @@
 """Instructions of a rank, the lists that make a schedule of them, and a check by simulation.
 
-The stages form a ring. Activations travel to the next stage, gradients to the previous one, and
-the driver, which owns the last stage, closes the ring: it sends the inputs to stage 0 and receives
-the gradient of the inputs from it. ::
+The stages form a ring. Activations travel to the next stage, gradients to the previous one, and the
+driver, which owns the last stage, closes the ring: it sends the inputs to stage 0 and receives the
+gradient of the inputs from it. ::
 
     inputs                 activations                    activations
     driver ──────> stage 0 ───────────> stage 1 ── ... ──────────────> last stage (driver)
@@ -11,9 +11,9 @@ the gradient of the inputs from it. ::
 
 A message between two stages therefore always goes one step along the ring or one step against it,
 and the two directions of an edge are two links. A link delivers in the order of sending. In a
-schedule sends do not block, and receives block until the message has arrived; a device carries its
-instructions out in an order that is free of deadlock where sends block too
-(`lightning_hybrid.schedules.one_order`).
+schedule sends do not block, and receives block until the message has arrived. On a device sends may
+block too: before they are run, `lightning_hybrid.schedules.one_order` orders the instructions so
+that no deadlock is possible.
 
 The lists are plain data: the runtime executes them, the simulator times them and the report draws
 them.
@@ -36,36 +36,36 @@ class InstructionKind(StrEnum):
     RECEIVE_ACTIVATION = "receive_activation"
     """Receive the activations of the previous stage (stage 0: the driver's inputs)."""
     FORWARD = "forward"
-    """Run the stage on the micro-batch and keep what its backward needs."""
+    """Run the stage on the micro-batch, and keep what its backward needs."""
     SEND_ACTIVATION = "send_activation"
     """Send the activations that cross the cut to the next stage."""
     RECEIVE_GRADIENT = "receive_gradient"
-    """Receive the gradients of the activations that this stage has sent."""
+    """Receive the gradients of the activations that this stage has sent to the next one."""
     BACKWARD = "backward"
     """Back-propagate the micro-batch through the stage; parameter gradients accumulate.
 
-    If the stage has WEIGHT instructions, it computes the gradients of its inputs alone."""
+    If the stage has WEIGHT instructions, BACKWARD computes the gradients of its inputs alone."""
     WEIGHT = "weight"
     """Compute and add the parameter gradients that BACKWARD has left out."""
     SEND_GRADIENT = "send_gradient"
-    """Send the gradients of the stage's inputs to the stage (or driver) that has sent these."""
+    """Send the gradients of the stage's inputs to where the inputs came from: the previous stage,
+    or the driver."""
     REDUCE = "reduce"
     """Average the gradients over the replicas of the stage, overlapped with the next instruction.
 
-    It stands right before the last BACKWARD (or WEIGHT) and has its micro-batch: a parameter's
-    gradient is final as soon as that one has added to it, and is averaged while the others are
-    computed.
-    """
+    REDUCE stands right before the last BACKWARD (or WEIGHT) and has its micro-batch: as soon as
+    this last one has added to the gradient of a parameter, that gradient is final, and is averaged
+    while the gradients of other parameters are computed."""
     RECEIVE_INPUT_GRADIENT = "receive_input_gradient"
     """Driver: receive the gradient of the network's inputs from stage 0."""
     EXPECT_ACTIVATION = "expect_activation"
-    """Begin the receive that RECEIVE_ACTIVATION ends; see `in_one_order`."""
+    """Begin the receive that a later RECEIVE_ACTIVATION waits for; see `in_one_order`."""
     EXPECT_GRADIENT = "expect_gradient"
-    """Begin the receive that RECEIVE_GRADIENT or RECEIVE_INPUT_GRADIENT ends."""
+    """Begin the receive that a later RECEIVE_GRADIENT or RECEIVE_INPUT_GRADIENT waits for."""
 
     @property
     def computes(self) -> bool:
-        """Whether it keeps the device busy."""
+        """Whether the instruction keeps the device busy: FORWARD, BACKWARD and WEIGHT do."""
         return self in _COMPUTES
 
     @property
@@ -87,7 +87,8 @@ BACKWARD_KINDS = frozenset(
         InstructionKind.REDUCE,
     }
 )
-"""The kinds of instructions of a backward pass, wherever they stand."""
+"""The kinds of instructions that belong to a backward pass, also where they stand in a forward
+list."""
 _COMPUTES = frozenset({InstructionKind.FORWARD, InstructionKind.BACKWARD, InstructionKind.WEIGHT})
 # For each kind of receive, the kinds of send that it may receive.
 _TAKES = {
@@ -124,7 +125,12 @@ class Instruction:
     microbatch: int
 
     def peer(self, stage: int, stages: int) -> int:
-        """The stage at the other end, if `stage` executes this send or receive."""
+        """Find the stage at the other end of this send or receive.
+
+        Args:
+            stage: number of the stage that executes it.
+            stages: number of all stages.
+        """
         return (stage + _STEP_TO_PEER[self.kind]) % stages
 
     def __str__(self) -> str:
@@ -137,7 +143,7 @@ Lists = tuple[tuple[Instruction, ...], ...]
 P = TypeVar("P", bound=Hashable)
 
 PlacedInstruction = tuple[int, Instruction]
-"""Number of a stage and an instruction of it, in the list of a device with several stages."""
+"""A stage's number and an instruction of that stage: the entries of a device's list."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +169,16 @@ class Schedule:
 
 
 def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[PlacedInstruction]:
-    """Simulate the lists of all stages running at the same time, one list per device.
+    """Simulate the lists of all stages running at the same time, each on a device of its own.
 
     Sends do not block, receives wait for their message. Nothing is computed.
 
+    Args:
+        lists: By stage, its instructions.
+
     Yields:
-        `(stage, instruction)` in one of the orders in which they may run. Which one does not matter
-        to a caller that keeps a clock per stage and per link.
+        `(stage, instruction)` in one of the orders in which they may run. Which order it is does
+        not matter to a caller that keeps a clock per stage and per link.
 
     Raises:
         PlanError: a stage expects another message than the next one on the link, all stages wait
@@ -179,10 +188,19 @@ def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[PlacedInstructio
 
 
 def execute_merged(lists: Sequence[Sequence[PlacedInstruction]]) -> Iterator[PlacedInstruction]:
-    """As `execute`, for one list per device with the instructions of one stage or several.
+    """Simulate devices running at the same time; each device may have several stages.
+
+    Sends do not block, receives wait for their message. Nothing is computed.
+
+    Args:
+        lists: By device, its instructions, each with the number of its stage.
+
+    Yields:
+        `(stage, instruction)` in one of the orders in which they may run.
 
     Raises:
-        PlanError: see `execute`.
+        PlanError: a stage expects another message than the next one on the link, all devices wait
+            (deadlock), or messages are never received.
     """
     stages = 1 + max((stage for steps in lists for stage, _ in steps), default=0)
     yield from exchange(lists, lambda stage, step: step.peer(stage, stages), "stage {}".format)
@@ -193,17 +211,22 @@ def exchange(
     peer: Callable[[P, Instruction], P],
     shown: Callable[[P], str],
 ) -> Iterator[tuple[P, Instruction]]:
-    """As `execute_merged`, for places of any type (stages, or copies of them).
+    """Simulate devices running at the same time; their instructions belong to places of any type.
 
-    There is one queue of messages from each place to each other one.
+    A place is a stage, or a copy of a stage. There is one queue of messages from each place to each
+    other one. Sends do not block, receives wait for their message. Nothing is computed.
 
     Args:
         lists: By device, its instructions, each with the place that it belongs to.
-        peer: Gives, for a place and a send or receive of it, the place at the other end.
-        shown: Gives the name of a place in an error.
+        peer: Function from a place and its send or receive to the place at the other end.
+        shown: Function from a place to its name in an error.
+
+    Yields:
+        `(place, instruction)` in one of the orders in which they may run.
 
     Raises:
-        PlanError: see `execute`.
+        PlanError: a place expects another message than the next one on the link, all devices wait
+            (deadlock), or messages are never received.
     """
     todo = [deque(steps) for steps in lists]
     links: dict[tuple[P, P], deque[Instruction]] = {}

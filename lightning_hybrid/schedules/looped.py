@@ -12,13 +12,13 @@ from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import Schedule
 
 MOST_ROUNDS = 4
-"""Most stages of a device that the planner considers."""
+"""Largest number of stages per device that the planner considers for this schedule."""
 
 
 def looped(stages: int, microbatches: int, *, input_gradient: bool = False) -> Schedule:
-    """Make the schedule; see `gpipe`, whose lists are merged by device when they are run.
+    """Make the looped schedule: the lists of `gpipe`, which are merged by device when they are run.
 
-    It looks like this for two devices, v = 2 and three micro-batches, as (stage)micro-batch::
+    It looks like this for two devices, v = 2 and three micro-batches, as (stage).(micro-batch)::
 
         device 0   0.0 0.1 0.2 2.0 2.1 2.2 . | . 2.2 2.1 2.0 0.2 0.1 0.0
         device 1   . 1.0 1.1 1.2 3.0 3.1 3.2 | 3.2 3.1 3.0 1.2 1.1 1.0 .
@@ -37,12 +37,21 @@ def looped(stages: int, microbatches: int, *, input_gradient: bool = False) -> S
 
 
 def loop_order(devices: int, rounds: int) -> tuple[int, ...]:
-    """The device of each stage: 1, 2, ... and then 0, the driver's, in every round."""
+    """For each stage of a loop its device: in every round 1, 2, ... and then 0, the driver's.
+
+    Args:
+        devices: Number of devices.
+        rounds: Number of stages of each device.
+    """
     return (*range(1, devices), 0) * rounds
 
 
 def rounds_of(devices: Sequence[int]) -> int:
-    """How many rounds stages on these devices make; 0: they are in no loop."""
+    """Number of stages of each device, if the stages form a loop; 0: they form none.
+
+    Args:
+        devices: Device of each stage; in a loop they are those of `loop_order`.
+    """
     count = len(set(devices))
     rounds, rest = divmod(len(devices), count)
     is_loop = count > 1 and not rest and tuple(devices) == loop_order(count, rounds)

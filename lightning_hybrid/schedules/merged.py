@@ -1,15 +1,16 @@
 """Merge the instruction lists of several stages on one device into one.
 
 A device executes one instruction at a time, and while it waits for a message it cannot send. So the
-lists of its stages are merged by *ticks*: the tick of an instruction is the time at which it would
+lists of its stages are merged by *ticks*. The tick of an instruction is the time at which it would
 run if every stage had a device for itself, a forward or a backward took one tick and a message
-none. A send has the tick of the computation before it, a receive that of the computation after it,
-so the tick of a receive is always later than that of its send.
+none. A send has the tick of the computation before it, a receive the tick of the computation after
+it, so the tick of a receive is always later than that of its send.
 
 Devices that execute their instructions tick by tick therefore never wait for each other in a
-circle: of all waiting receives take one with the smallest tick. Its send has a smaller tick, and so
-have all instructions in front of this send, none of which is a waiting receive. And both ends of a
-link have its messages, of whatever stages, in the same order: that of the ticks.
+circle. Of all waiting receives take one with the smallest tick: its send has a smaller tick, and so
+have all instructions in front of this send; none of these is a waiting receive, so the send takes
+place. And both ends of a link have its messages, of whatever stages, in the same order: that of the
+ticks.
 """
 
 from collections import deque
@@ -27,18 +28,21 @@ from lightning_hybrid.schedules.looped import rounds_of
 from lightning_hybrid.schedules.one_f_one_b import INSIDE, interleaved
 
 Merged = tuple[tuple[PlacedInstruction, ...], ...]
-"""By device, the instructions of its stages."""
+"""By device, the instructions of its stages, each with the number of its stage."""
 
 
 def by_device(schedule: Schedule, devices: Sequence[int]) -> tuple[Merged, Merged]:
-    """The lists of the devices for the forward pass, and those for the backward pass.
+    """Merge the lists of the stages into one list per device, for forward and backward pass.
 
-    They are merged by ticks, but for one forward, one backward in a loop, which has an order of its
-    own: see `interleaved`.
+    They are merged by ticks; but `1f1b` in a loop, without split backwards, has lists of its own,
+    see `interleaved`.
 
     Args:
         schedule: The schedule.
         devices: Device of each stage, counted from 0.
+
+    Returns:
+        The lists of the devices for the forward pass, and those for the backward pass.
     """
     splits = any(
         step.kind is InstructionKind.WEIGHT for steps in schedule.forward for step in steps
@@ -51,15 +55,15 @@ def by_device(schedule: Schedule, devices: Sequence[int]) -> tuple[Merged, Merge
 
 
 def merge(lists: Lists, devices: Sequence[int]) -> Merged:
-    """Merge the stages' lists of a forward or backward pass into one list per device.
+    """Merge the stages' lists of a forward or backward pass into one list per device, by ticks.
 
     Args:
-        lists: One list per stage.
+        lists: By stage, its instructions.
         devices: Device of each stage, counted from 0.
 
     Returns:
-        One list per device. The instructions of each stage keep their order; within one tick those
-        of earlier stages come first.
+        By device, its instructions. Those of one stage keep their order; within one tick those of
+        earlier stages come first.
 
     Raises:
         PlanError: the lists cannot be run.
@@ -82,7 +86,11 @@ def merge(lists: Lists, devices: Sequence[int]) -> Merged:
 
 
 def _ticks(lists: Lists) -> list[list[int]]:
-    """The tick of each instruction; -1 before the first computation of its stage."""
+    """By stage, the ticks of its instructions; -1 for a send before the first computation.
+
+    The tick is the time at which the instruction would run if every stage had its own device, and a
+    forward or a backward took one unit of time.
+    """
     clock = [0] * len(lists)
     arrivals: dict[tuple[int, int], deque[int]] = {}
     computed: list[deque[int]] = [deque() for _ in lists]
@@ -100,14 +108,15 @@ def _ticks(lists: Lists) -> list[list[int]]:
 
 
 def _spread(instructions: Sequence[Instruction], computed: deque[int], end: int) -> list[int]:
-    """The ticks of all instructions of a stage, from those of its computations.
+    """Give all instructions of a stage a tick, from the ticks of its computations.
 
-    A send gets the tick of the computation before it, all else that of the next computation.
+    A send gets the tick of the computation before it (-1: there is none), any other instruction
+    that of the next computation.
 
     Args:
         instructions: The stage's list.
         computed: Ticks of its computations, in order.
-        end: Tick of what follows the last computation.
+        end: Tick of instructions after the last computation.
     """
     ticks, last = [], -1
     for instruction in instructions:

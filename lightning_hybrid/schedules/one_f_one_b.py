@@ -1,7 +1,7 @@
 """One forward, one backward: a stage runs a backward as soon as its gradient can be there.
 
 All backwards are in the forward list: they run inside of the call of the network, with the gradient
-that is expected of the loss. The backward list is empty.
+that the loss is expected to give. The backward list is empty.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,33 +28,34 @@ def one_f_one_b(
     falls: bool = False,
     split: Collection[int] = (),
 ) -> Schedule:
-    """Make the schedule of `stages` stages and `microbatches` micro-batches.
+    """Make the schedule of one forward, one backward, for one call of the network.
 
-    It looks like this for three stages, where a number in brackets is a backward. Stage k keeps
-    what at most S - k micro-batches need, counted from 0::
+    It looks like this for three stages, where a number in brackets is a backward. Stage k of S,
+    counted from 0, keeps activations of at most S - k micro-batches::
 
         stage 0   0  1  2  .  . (0) 3 (1) . (2) . (3)
         stage 1   .  0  1  . (0) 2 (1) 3 (2) . (3)
         stage 2   .  .  0 (0) 1 (1) 2 (2) 3 (3)
 
-    A stage whose backward is split computes the gradients of its weights later: stage k when k more
-    micro-batches have gone back, so that the stage before gets its gradients early and the weights
-    fill what would be a gap. It keeps something of k more micro-batches, S in all.
+    A stage whose backward is split computes the gradients of its weights later: stage k does so
+    when it has run the backwards of k more micro-batches. So the stage before it gets its gradients
+    early, and gaps are filled. Stage k then keeps something of k more micro-batches, S in all.
 
     Args:
         stages: Number of stages; the last one is the driver's.
         microbatches: Number of micro-batches.
         input_gradient: Must be False: gradients of the network's inputs are not kept.
         falls: Whether micro-batches run from the last to the first. Gradients are then added up in
-            the order of autograd, and of fill-drain; running statistics want the other order.
+            the order of autograd, and of fill-drain; running statistics (batch normalisation) need
+            the order from the first to the last.
         split: Numbers of the stages whose backward is split.
 
     Raises:
-        PlanError: `stages` or `microbatches` is less than one, `input_gradient` is given, or
-            `split` has the first stage, or one that does not exist.
+        PlanError: `stages` or `microbatches` is less than one, `input_gradient` is True, or `split`
+            has the first stage, or one that does not exist.
 
     References: Narayanan et al., PipeDream-Flush (arXiv 2006.09503); Qi et al., ZB-H1 (arXiv
-        2401.10241).
+    2401.10241).
     """
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
@@ -75,7 +76,15 @@ def one_f_one_b(
 def _steps(
     stage: int, stages: int, order: Sequence[int], delay: int | None
 ) -> tuple[Instruction, ...]:
-    """The list of a stage; its weights follow after so many more backwards (None: with each)."""
+    """Make the instruction list of a stage for one forward, one backward.
+
+    Args:
+        stage: number of the stage.
+        stages: number of all stages.
+        order: numbers of the micro-batches, in the order in which they run.
+        delay: number of further backwards after which the WEIGHT of a micro-batch follows; None:
+            the backward is not split.
+    """
     driver, ahead = stage == stages - 1, stages - 1 - stage
     # Inputs are sent when stage 0 is about to take them: with two stages gradients go to the same
     # rank, and both ends of a link must have its messages in one order.
@@ -86,7 +95,7 @@ def _steps(
     for place, m in enumerate(order):
         for n in order[place + ahead :][:1]:
             steps += _forward(stage, stages, n)
-        if m == order[-1] and delay is None:  # (what is averaged beside it is complete with it)
+        if m == order[-1] and delay is None:  # (it completes the gradients)
             steps += _backward(stage, stages, m, reduces=True)
         else:
             steps += _backward(stage, stages, m)
@@ -120,23 +129,24 @@ def _backward(
 def interleaved(
     devices: int, rounds: int, order: Sequence[int]
 ) -> tuple[tuple[PlacedInstruction, ...], ...]:
-    """Make the list of each device of a loop: see `loop_order`, whose stages these are.
+    """Make the list of each device for one forward, one backward in a loop (see `loop_order`).
 
-    A device takes its stages in turn, each for a group of at least as many micro-batches as there
-    are devices. It begins with as many forwards as it has time for before the first backward can
-    come; then backwards and forwards alternate. For two devices, v = 2 and two micro-batches, as
-    (stage)micro-batch, where what is in brackets is a backward::
+    A device takes its stages in turn, each for one group of micro-batches. A group has at least as
+    many micro-batches as there are devices, if there are so many in all. A device begins with as
+    many forwards as it has time for before the first backward can come; then backwards and forwards
+    alternate. For two devices, v = 2 and two micro-batches, as (stage).(micro-batch), where a
+    backward is in brackets::
 
         device 0   .   1.0  1.1  3.0 (3.0) 3.1 (3.1)(1.0)(1.1)
         device 1  0.0  0.1  2.0  2.1   .  (2.0)  . (2.1)(0.0)(0.1)
 
-    With equal devices, messages that cost nothing and micro-batches no fewer than devices a step
-    takes as long as under fill-drain in a loop, (M + (S - 1) / v)(F + B).
+    If devices are equal, messages cost nothing and there are at least as many micro-batches as
+    devices, a step takes as long as under fill-drain in a loop, (M + (S - 1) / v)(F + B).
 
     Args:
         devices: Number of devices.
-        rounds: Number of stages of a device.
-        order: Numbers of the micro-batches, as they run.
+        rounds: Number of stages of each device.
+        order: Numbers of the micro-batches, in the order in which they run.
 
     Returns:
         The lists by device, the driver's first.
@@ -153,9 +163,14 @@ def interleaved(
 
 
 def most_in_loops(devices: int, microbatches: int) -> int:
-    """Of how many micro-batches a device of a loop keeps what they need, by the whole of its work.
+    """Most micro-batches whose activations a device holds at once under `interleaved`.
 
-    That of two rounds, which is the most, and of equal stages.
+    A micro-batch counts as one if the device holds its activations of all of the device's stages.
+    The result is for two stages per device, which need the most, and for equal stages.
+
+    Args:
+        devices: Number of devices.
+        microbatches: Number of micro-batches.
     """
     group = -(-microbatches // max(1, microbatches // devices))
     return -(-(2 * devices - 1 + group) // 2)

@@ -1,16 +1,16 @@
 """Put the messages of all devices into one order, in which no device needs a buffer.
 
-A send may end only when its receive has begun: NCCL has buffers of some MB, and with
+A send may block until its receive has begun: NCCL has buffers of some MB, and with
 ``CUDA_LAUNCH_BLOCKING=1`` neither a send nor a receive lets the host go on before it is over. So
-each receive is begun where its message is sent, and both ends have one time for it: half a tick
-after the computation before the send. Computations have whole ticks, and each device carries out
-its list by rising time. Copies of a stage, which wait for each other when they average their
-gradients in a last computation, have that at one tick.
+each receive is begun at the time of its send, and this time is the same on both devices: half a
+tick after the computation before the send. Computations have whole ticks, and each device carries
+out its list by rising time. Copies of a stage wait for each other when they average their gradients
+in a last computation, so that all of them do so at the same tick.
 
-Devices therefore never wait for each other in a circle, whatever blocks: take the operation with
-the smallest time that is left anywhere. All before it on its device is over, and if it is a
-message, all before it on the other device too, so both ends meet. What blocks less (receives that
-are waited for when they are needed, sends beside a computation) waits for less.
+Devices therefore never wait for each other in a circle, whatever blocks. Take the operation with
+the smallest time that is left anywhere: all before it on its device is over, and if it is a
+message, all before it on the other device too, so both ends meet. If less blocks (receives that are
+waited for when they are needed, sends beside a computation), devices wait less.
 
 A message has a tick of its own to travel: its receive begins before the computation in front of the
 one that needs it. Inputs are sent as late as that allows.
@@ -26,7 +26,7 @@ from lightning_hybrid.schedules.dealt import StageCopy
 from lightning_hybrid.schedules.instructions import Instruction, InstructionKind, exchange
 
 _TRAVELS = 2
-"""Ticks from the computation before a send to the first that may need it."""
+"""Ticks from the computation before a send to the first computation that may need the message."""
 _EXPECT = {
     InstructionKind.SEND_INPUT: InstructionKind.EXPECT_ACTIVATION,
     InstructionKind.SEND_ACTIVATION: InstructionKind.EXPECT_ACTIVATION,
@@ -42,10 +42,11 @@ class _Timed:
     """An instruction with its time.
 
     Attributes:
-        place: the copy of a stage whose instruction it is.
+        place: the copy of a stage that the instruction belongs to.
         step: the instruction.
         time: in ticks.
-        number: of a message, counted by the sends; of several at one time the smallest comes first.
+        number: for a message, its number in the order of the sends, which decides between messages
+            of one time; 0 for other instructions.
     """
 
     place: StageCopy
@@ -59,11 +60,12 @@ class _DeviceClock:
     """What a device does, and when.
 
     Attributes:
-        steps: its instructions.
-        clock: tick of its last computation.
-        ready: first tick at which the next one has its messages.
-        next: instructions that belong to the next computation.
-        inputs: messages of inputs that it needs.
+        steps: all instructions of the device so far.
+        clock: tick of its last computation; -1: there was none.
+        ready: first tick at which the messages for its next computation have arrived.
+        next: instructions that get the tick of the next computation.
+        inputs: sends of network inputs that the next computation needs; they get their time from
+            it.
     """
 
     steps: list[_Timed] = field(default_factory=list)
@@ -73,18 +75,27 @@ class _DeviceClock:
     inputs: list[_Timed] = field(default_factory=list)
 
     def averaging(self) -> list[_Timed]:
-        """The averages that the next computation is to begin."""
+        """List the REDUCE instructions that get the tick of the next computation."""
         return [each for each in self.next if each.step.kind is InstructionKind.REDUCE]
 
     def needs(self, message: _Timed, *, is_here: bool) -> None:
-        """The next computation needs this message, perhaps from this device."""
+        """Note that the next computation needs a message.
+
+        Args:
+            message: the send.
+            is_here: whether this device itself sends it.
+        """
         if message.step.kind is InstructionKind.SEND_INPUT:
             self.inputs.append(message)
         elif not is_here:
             self.ready = max(self.ready, int(message.time - 0.5) + _TRAVELS)
 
     def compute(self, averages: Mapping[int, int]) -> None:
-        """The next computation takes place, and what belongs to it."""
+        """Advance to the next computation, and give it and all that belongs to it their times.
+
+        Args:
+            averages: by stage, the tick at which its copies average, at the earliest.
+        """
         together = [averages.get(each.place.stage, 0) for each in self.averaging()]
         self.clock = max(self.clock + 1, self.ready, *together, 0)
         for each in self.next:
@@ -95,17 +106,26 @@ class _DeviceClock:
         self.inputs = []
 
     def end(self, averages: Mapping[int, int]) -> None:
-        """A copy without a micro-batch averages behind its own messages; others wait for it."""
+        """Give a REDUCE after which no computation follows its time, behind the device's messages.
+
+        Only a copy without micro-batches has one; the other copies of its stage wait for it.
+
+        Args:
+            averages: by stage, the tick at which its copies average, at the earliest.
+        """
         for each in self.averaging():
             each.time = max(self.clock + 0.75, averages.get(each.place.stage, 0))
 
 
 def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[StageCopy, Instruction]]]:
-    """Begin receives, and send inputs, where one order of all messages has them.
+    """Order the instructions of all devices so that they run without deadlock, whatever blocks.
+
+    Computations keep their order. Receives begin (EXPECT) at the time of their send, and inputs are
+    sent later than in `lists`; see the module.
 
     Args:
         lists: By device, its instructions, each with the copy of a stage that it belongs to.
-        peer: Gives, for a copy and a send or receive of it, the copy at the other end.
+        peer: Function from a copy and its send or receive to the copy at the other end.
 
     Returns:
         The lists, with an EXPECT for each message from another device.
@@ -115,7 +135,7 @@ def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[StageCop
             wait for each other for ever.
     """
     averages: dict[int, int] = {}
-    # (each round moves the stages whose copies wait for those that the round before has moved)
+    # (each round delays stages whose copies wait for stages that the round before has delayed)
     for _ in range(2 + len({place.stage for steps in lists for place, _ in steps})):
         devices, later = _timed(lists, peer, averages)
         if later == averages:
@@ -130,10 +150,15 @@ def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[StageCop
 def _timed(
     lists: Sequence[Steps], peer: Peer, averages: Mapping[int, int]
 ) -> tuple[list[_DeviceClock], dict[int, int]]:
-    """Give all instructions a time, where stages average at these ticks or later; see above.
+    """Give all instructions a time; see the module.
+
+    Args:
+        lists: By device, its instructions, each with the copy of a stage that it belongs to.
+        peer: Function from a copy and its send or receive to the copy at the other end.
+        averages: by stage, the tick at which its copies average, at the earliest.
 
     Returns:
-        What the devices do, and the ticks at which the last copy of each stage averages.
+        What the devices do; and by stage the tick at which its last copy averages.
     """
     devices = [_DeviceClock() for _ in lists]
     on = {place: device for steps, device in zip(lists, devices) for place, _ in steps}

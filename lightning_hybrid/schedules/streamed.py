@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 DelayedWeights = Literal["stash", "recompute", "current"]
-"""Weights and activations of a backward under a delayed schedule: "stash" has the weights and
-activations of its forward, "recompute" the current weights and activations recomputed with them,
-"current" the current weights and the activations of the forward."""
+"""What a backward uses under a delayed schedule: "stash": the weights and activations of its
+forward; "recompute": the current weights, and activations that are recomputed with them; "current":
+the current weights, and the activations of the forward."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class LookAhead:
 
     Attributes:
         name: name of the schedule, as in a plan.
-        ahead: function from (k, K), with k = 1 .. K, to the look-ahead a_k; 0 for k = K, and it
-            never rises with k.
+        ahead: function from (k, K) to the look-ahead a_k of stage k = 1 .. K: how many batches it
+            is ahead of the driver. It never rises with k, and is 0 for k = K.
         barrier: what no look-ahead crosses: the optimizer's ``step``, or the end of the ``epoch``.
         paper: reference.
         trades: how training differs from that on one device, in a sentence for the user; empty: it
-            does not.
-        plain_sgd: whether it is defined for stochastic gradient descent alone.
+            does not differ.
+        plain_sgd: whether the schedule is defined for stochastic gradient descent alone.
         shrinks: whether gradients may be multiplied by a factor where they cross a cut.
     """
 
@@ -54,7 +54,7 @@ class LookAhead:
         return self.barrier == "epoch"
 
     def look_aheads(self, stages: int) -> tuple[int, ...]:
-        """The look-aheads a_1 .. a_K: how many batches each stage is ahead of the driver."""
+        """By stage, from the first to the last: how many batches it is ahead of the driver."""
         return tuple(self.ahead(k, stages) for k in range(1, stages + 1))
 
 

@@ -31,8 +31,8 @@ def zero_bubble(
 ) -> Schedule:
     """Make the schedule of fill-drain with split backwards.
 
-    It looks like this for three stages, where ``w`` is the weight part of the backward before it
-    (a backward that is not split takes as long as its two parts)::
+    It looks like this for three stages, where ``w`` is the weight part of the backward before it (a
+    backward that is not split takes as long as its two parts)::
 
         stage 0   0 1 2 . . | . . 2 . 1 . 0
         stage 1   . 0 1 2 . | . 2 w 1 w 0 w
@@ -60,10 +60,15 @@ def zero_bubble(
 
 
 def check_split(split: Collection[int], stages: int) -> None:
-    """Refuse stages whose backward cannot be split, or that do not exist.
+    """Check the stages whose backward is to be split.
+
+    Args:
+        split: Numbers of these stages.
+        stages: Number of all stages.
 
     Raises:
-        PlanError: there is one.
+        PlanError: a number is that of the first stage, whose backward must not be split, or of a
+            stage that does not exist.
     """
     for stage in split:
         if not 0 < stage < stages:
@@ -74,7 +79,10 @@ def check_split(split: Collection[int], stages: int) -> None:
 
 
 def _split(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-    """Put a WEIGHT after each SEND_GRADIENT, and the REDUCE before the last WEIGHT."""
+    """Split the backwards of a stage's list: a WEIGHT follows each SEND_GRADIENT.
+
+    The REDUCE moves to before the last WEIGHT.
+    """
     split: list[Instruction] = []
     for step in steps:
         if step.kind is InstructionKind.REDUCE:
