@@ -31,15 +31,18 @@ if TYPE_CHECKING:
 
 
 class Pass:
-    """A pass of one stage; each of its public methods carries out the instruction of its name.
+    """Base of a pass of one stage. A subclass has a method for each kind of instruction.
+
+    The method has the name of its :class:`InstructionKind`, and takes the number of the
+    micro-batch.
 
     Args:
-        engine: the stages of the rank.
-        index: which of them.
+        engine: runs the stages of this rank.
+        index: index of the stage among this rank's stages.
         call: the call of the network.
 
     Attributes:
-        error: the error that the stage has raised.
+        error: the last error that the stage has raised in this pass; ``None``: none.
         expected: by micro-batch, messages whose receive has begun; ``None`` if the stage before has
             failed, and sends none.
     """
@@ -56,7 +59,12 @@ class Pass:
 
     @contextmanager
     def computing(self, what: str, microbatch: int) -> Iterator[None]:
-        """Inside, the stage computes: the time is recorded; an error is noted, and not raised."""
+        """Context of a computation of the stage: records its time; notes an error, not raised.
+
+        Args:
+            what: ``"forward"``, ``"backward"`` or ``"weight"``, for the trace.
+            microbatch: number of the micro-batch.
+        """
         # (other ranks wait for what this list still has to send)
         try:
             trace = self.engine.trace
@@ -67,16 +75,29 @@ class Pass:
             self.engine.fail(error, self.own.number)
 
     def links(self, microbatch: int) -> StageLinks:
-        """The links of a micro-batch that this rank computes."""
+        """The stage's links for a micro-batch, which this rank must compute."""
         return self.own.links.at(microbatch)
 
     def do(self, kind: InstructionKind, microbatch: int) -> None:
-        """Carry out an instruction."""
+        """Carry out an instruction: call the method that has the name of its kind."""
         getattr(self, kind.value)(microbatch)
 
 
 class ForwardPass(Pass):
-    """A forward pass of one stage, instruction by instruction."""
+    """One forward pass of one stage; the engine calls a method for each instruction.
+
+    Args:
+        engine: runs the stages of this rank.
+        index: index of the stage among this rank's stages.
+        call: the call of the network.
+        inputs: on the driver, per micro-batch the values for stage 0; on a worker, not read.
+        ends: on the driver, if backwards run inside of the call: makes the gradients of a
+            micro-batch's outputs.
+
+    Attributes:
+        outputs: outputs of each micro-batch, in the order in which they ran.
+        gradients: by micro-batch, what ``ends`` has returned as the gradients of the outputs.
+    """
 
     def __init__(
         self,
@@ -164,7 +185,12 @@ class ForwardPass(Pass):
         return self.links(microbatch).previous.post([*specs, *states])
 
     def _hears_header(self, microbatch: int) -> bool:
-        """Whether a header says what follows; the stage before sends none after one of an error."""
+        """Receive the header of a micro-batch, and keep the specs that it has.
+
+        Returns:
+            Whether activations follow. A stage that has failed sends one empty header on a ring,
+            and nothing more: for later micro-batches this returns false without a receive.
+        """
         ring = self.own.links.ring(microbatch)
         if ring in self._silent:
             return False
@@ -177,7 +203,7 @@ class ForwardPass(Pass):
         return True
 
     def _send_header(self, microbatch: int) -> None:
-        """Send the shapes of the values that follow; after an error an empty header, once."""
+        """Send the specs of the values that follow; after an error an empty header, once a ring."""
         if self._result is not None:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]
