@@ -243,7 +243,10 @@ class Mesh(ReplicaWires):
         wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
 
     def statistics(self) -> Group:
-        """A group like `data_parallel`, for batch normalisation; on first use its ranks make it."""
+        """A group like `data_parallel`, for batch normalisation; its ranks call this together.
+
+        It is made in the first call.
+        """
         if self._statistics is None:
             self._statistics = self._replica_group("statistics")
         return self._statistics

@@ -1,7 +1,7 @@
 """Settings of torch for a whole process that decide which kernels compute, and how exactly.
 
-User code sets them in hooks and around calls, on the driver. Workers take them before the next
-command, so that all stages compute alike.
+User code sets them on the driver, in hooks and around calls. Workers get them before the next
+command, so that all stages compute with the same settings.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import backends
 
 Switches = tuple[Any, ...]
-"""The values of all settings of `_SETTINGS`, in their order."""
+"""The values of all settings in `_SETTINGS`, in that order."""
 
 
 def _attributes(owner: Any, *names: str) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
@@ -64,12 +64,16 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
 
 
 def switches() -> Switches:
-    """The settings of this process."""
+    """Read the values of all these settings in this process."""
     return tuple(read() for read, _ in _SETTINGS)
 
 
 def set_switches(wanted: Switches) -> None:
-    """Give this process the settings of another one."""
+    """Give all these settings in this process the values that another process has read.
+
+    Args:
+        wanted: from :func:`switches`.
+    """
     for (read, write), value in zip(_SETTINGS, wanted, strict=True):
         if read() != value:
             write(value)
