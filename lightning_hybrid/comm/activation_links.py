@@ -104,7 +104,15 @@ class PeerLink:
         self._words.send(word)
 
     def receive_word(self, kind: type[W]) -> W:
-        """Wait for the next word, which must be of this class."""
+        """Wait for the next word, and return it.
+
+        Args:
+            kind: class that the word must have.
+
+        Raises:
+            ConnectionLost: the peer is gone, or has not answered within the time-out.
+            HybridError: the word is of another class.
+        """
         return self._words.receive(kind)
 
 
@@ -127,7 +135,7 @@ class _Posted:
 
 
 class _Mailbox:
-    """Queues of the tensors and words that one stage has sent to another one of the same rank."""
+    """Queues of the tensors and words that one stage has sent to a neighbour on the same rank."""
 
     def __init__(self) -> None:
         self.tensors: deque[list[Tensor]] = deque()
@@ -225,7 +233,7 @@ class LinksByMicrobatch:
     rings: Mapping[int, StageLinks]
 
     def ring(self, microbatch: int) -> int:
-        """Number of the ring that a micro-batch passes."""
+        """Number of the ring that a micro-batch passes; also for rings that this copy is not in."""
         return microbatch % self.count
 
     def at(self, microbatch: int) -> StageLinks:

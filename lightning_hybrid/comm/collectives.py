@@ -130,7 +130,7 @@ def fail_next_meeting(group: Group, timeout: timedelta) -> None:
         timeout: how long to wait for the other ranks. Ranks that come later still learn of the
             failure, as long as this process lives.
     """
-    # the loss of another rank does not matter to one that has failed itself
+    # (this rank has failed itself: the loss of another rank does not matter to it)
     with suppress(ConnectionLost, RuntimeError):
         _begin_meeting(group, failed=True, place="")[1].wait(timeout)
 

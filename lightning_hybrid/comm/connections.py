@@ -29,11 +29,13 @@ from lightning_hybrid.comm.travelling_errors import is_late
 from lightning_hybrid.errors import HybridError, RemoteError
 
 Group = Any
-"""A process group whose methods are called directly; gloo's and NCCL's share no public type."""
+"""A process group, whose methods are called directly. (The classes of gloo's and NCCL's groups
+have no public base class with these methods.)"""
 
 ANOTHER_REPLICA = "a rank of another replica"
 UNKNOWN_PEER = "a rank of the group"
-"""Names of the peer in an error when a collective cannot tell which rank is lost."""
+"""These two names stand for the peer in an error of a collective, which cannot tell which rank
+is lost."""
 _UNKNOWN = (ANOTHER_REPLICA, UNKNOWN_PEER)
 _PROBED = 2**20
 """Tag of the receives that only probe a connection; no send has it."""
@@ -161,14 +163,16 @@ class Wire(Protocol):
     peer: str
 
     def send(self, tensor: Tensor) -> Transfer:
-        """Begin to send a contiguous tensor; does not block.
+        """Begin to send a contiguous tensor; the peer must receive one of equal size and type.
+
+        Does not wait.
 
         Raises:
             ConnectionLost: the peer is known to be gone.
         """
 
     def receive(self, tensor: Tensor) -> Transfer:
-        """Begin to receive into a contiguous tensor; does not block.
+        """Begin to receive the peer's next tensor into a contiguous tensor; does not wait.
 
         Raises:
             ConnectionLost: the peer is known to be gone.
@@ -253,7 +257,7 @@ def _kill(reason: str) -> None:
 
 
 SENDS = StuckSends(_kill)
-"""The watched sends of this process."""
+"""Watches all sends of this process."""
 if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's threads
     os.register_at_fork(after_in_child=lambda: SENDS.__init__(_kill))  # type: ignore[misc]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 LARGE_BYTES = 8 * 2**20
-"""Bytes of the messages that measure the bandwidth, and of the all-reduce."""
+"""Size in bytes of the messages that measure the bandwidth, and of the tensor of the all-reduce."""
 _SMALL = 8
 _MANY = 30
 _FEW = 7

@@ -39,7 +39,8 @@ CPU = torch.device("cpu")
 WORLD_TIMEOUT = timedelta(days=1)
 _LEAVING_S = 2.0
 _TAGS_OF_A_PLACEMENT = 2**12
-"""Number of wire tags reserved for each placement; those below it are for channels of words."""
+"""Number of wire tags that are reserved for each placement. Channels have tags below this
+number; the k-th placement (from 1) has the tags from k times this number."""
 
 
 def make_group(
@@ -238,7 +239,7 @@ class Mesh(ReplicaWires):
         return group
 
     def _meet_all(self, group: Group) -> None:
-        # (of a type that does not depend on the default one, which a training step may have set)
+        # (float32 on all ranks: a training step possibly has set another default type)
         met = torch.zeros(1, dtype=torch.float32, device=self.device)
         wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
 

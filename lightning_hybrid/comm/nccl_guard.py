@@ -15,7 +15,7 @@ from lightning_hybrid.comm.connections import ConnectionLost, Transfer
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.threads import BackgroundThread
 
-_TAG = 2**12 - 1  # neither that of a channel for words nor of a placement
+_TAG = 2**12 - 1  # neither the tag of a channel for words nor of a placement
 
 
 class Guard:

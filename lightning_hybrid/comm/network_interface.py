@@ -49,10 +49,12 @@ def chosen_interface() -> Iterator[None]:
 
 
 def choose_interface(address: str, port: int, hosts: int) -> None:
-    """Choose which interface gloo uses in :func:`chosen_interface`, unless the user has done so.
+    """Choose for :func:`chosen_interface` the interface by which this host reaches ``address``.
+
+    Nothing is chosen if the user has set one in the environment, or if the system is not Linux.
 
     Args:
-        address: address of the main host.
+        address: address or name of the main host.
         port: any port; nothing is sent to it.
         hosts: number of hosts. If there are several and ``address`` leads to the loopback
             interface, as a host's own name often does, nothing is chosen.

@@ -43,8 +43,8 @@ class Message:
     """Base of all messages.
 
     Attributes:
-        in_frame: whether fields of the types in `IN_FRAME` (at most nine) are sent in the message's
-            frame.
+        in_frame: whether the message's fields of the types in `IN_FRAME`, at most nine, are sent in
+            its frame; else they are pickled.
     """
 
     in_frame: ClassVar[bool] = False
@@ -75,10 +75,10 @@ class StageMessage(Message):
 
 @dataclass(frozen=True)
 class Header(StageMessage):
-    """Announces the activations of a micro-batch, which follow.
+    """Sent before the activations of a micro-batch in the first call with a key: describes them.
 
     Attributes:
-        specs: specs of the activations; ``None``: none follow, since a stage has failed.
+        specs: spec of each activation; ``None``: none follow, since a stage has failed.
         uses_rng: whether the sending stage, or one before it, draws random numbers.
     """
 
@@ -110,7 +110,7 @@ class GradientPattern(StageMessage):
 
 @dataclass(frozen=True)
 class StillAlive(Message):
-    """Tells that the sender is busy, and has not stopped."""
+    """Tells that the sender is busy but alive: the receiver goes on waiting. Sent by heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,10 @@ class CommitEarlyForward(CallCommand):
 
 @dataclass(frozen=True)
 class DropEarlyForward(CallCommand):
-    """Discard an early forward (streamed schedules) and its effects: its call will not come."""
+    """Discard a call's early forward (streamed schedules), and what it has written to copies.
+
+    Sent when the call will not have its turn.
+    """
 
     in_frame = True
 
@@ -573,10 +576,10 @@ class GiveWeights(Command):
 
 @dataclass(frozen=True)
 class GiveTensor(Command):
-    """Answer with one tensor, a weight or a part of an optimizer's state.
+    """Answer with one tensor of this rank, a weight or a part of an optimizer's state.
 
     Attributes:
-        owned: which one, a :class:`lightning_hybrid.state.sharded_checkpoint.Owned`.
+        owned: which tensor, a :class:`lightning_hybrid.state.sharded_checkpoint.Owned`.
     """
 
     answered = True

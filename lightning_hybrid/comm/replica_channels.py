@@ -16,9 +16,11 @@ class EdgeWires(NamedTuple):
     """The wires between two neighbouring stages on different ranks.
 
     Attributes:
-        activations: wire for tensors on the device, from a stage to the next one.
-        gradients: wire for tensors on the device, from the next stage back.
-        host: wire, in both directions, for tensors that stay on the CPU if the device is a GPU.
+        activations: wire for tensors on the stages' device, from the stage before to the stage
+            behind.
+        gradients: wire for tensors on the stages' device, from the stage behind to the stage
+            before.
+        host: wire, in both directions, for tensors that stay on the CPU if that device is a GPU.
     """
 
     activations: Wire
@@ -83,7 +85,8 @@ class ReplicaWires(ABC):
         that this rank has closed already. Peers are the ranks to which this rank has a channel; a
         worker's driver, and a driver's workers, in any case.
         """
-        # those over which a worker may wait for a first command, or the driver for a first answer
+        # (also channels not used yet: a worker possibly waits for its first command, or the driver
+        # for a first answer)
         ranks = self.coordinates.ranks_per_replica
         for pp_rank in range(1, ranks) if self.coordinates.is_driver else [0]:
             self.channel(pp_rank)

@@ -62,7 +62,12 @@ class DeferrableHandler:
             self.run(number, frame)
 
     def run(self, number: int, frame: FrameType | None) -> None:
-        """Run the handler now."""
+        """Run the handler now, in its surrounding context, whether or not signals are deferred.
+
+        Args:
+            number: number of the signal.
+            frame: frame of the main thread in which the signal has come.
+        """
         with self._surrounding():
             self.handler(number, frame)
 

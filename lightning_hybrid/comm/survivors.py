@@ -274,7 +274,7 @@ class Survivors:
                 left = (replica for replica in self.living if replica not in lost)
                 self._store.compare_set(key, "", " ".join(map(str, left)))
                 continue
-            # (no wait of the store's own, which prints lines whenever it ends in vain)
+            # (not the store's own wait, which prints lines whenever it times out)
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONG_NAP_S)
         decision = self._store.get(key).decode()
@@ -296,7 +296,7 @@ class Survivors:
             ConnectionLost: one of ``living`` is lost, too.
         """
         lost = set(self.living) - set(living)
-        self._meeting = True  # who is lost in this moment ends the run: others wait for it
+        self._meeting = True  # a loss in this moment ends the run: the others wait for the lost one
         if self._known() & set(living):
             raise ConnectionLost(f"Lost {ANOTHER_REPLICA} while the others went on without one.")
         self._renew(living)

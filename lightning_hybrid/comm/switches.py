@@ -20,7 +20,7 @@ def _attributes(owner: Any, *names: str) -> list[tuple[Callable[[], Any], Callab
 
 
 def _precision_of_products() -> str | None:
-    # torch refuses to tell it where code has set that of single kinds of products to others
+    # torch raises if code has set other precisions for single kinds of products
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -37,11 +37,11 @@ def _determinism() -> tuple[bool, bool]:
     return enabled, torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-# (typed as less than they have)
+# (their types lack attributes that they have)
 _CUDNN: Any = backends.cudnn
 _MKLDNN: Any = backends.mkldnn
 
-# (what a setting sets besides comes after it: the precision of all products, then of each kind)
+# (in an order for setting: the precision of all products sets that of each kind, which follow)
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
     (_precision_of_products, _set_precision_of_products),
     (_determinism, lambda how: torch.use_deterministic_algorithms(how[0], warn_only=how[1])),

@@ -36,11 +36,12 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, *, gradient: bool = True) -> "TensorSpec":
-        """The spec of ``tensor``.
+        """Make the spec of ``tensor``.
 
         Args:
             tensor: the tensor to send.
-            gradient: ``False`` if no gradient comes back, even if the tensor requires one.
+            gradient: whether its gradient comes back if it requires one; else ``requires_grad`` is
+                false.
         """
         strides = (
             None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()

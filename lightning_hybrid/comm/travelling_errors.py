@@ -107,9 +107,10 @@ def raised(text: str) -> str:
 
 
 def _pack(error: BaseException) -> bytes:
-    """Pickle an exception for other ranks; empty if it cannot be sent.
+    """Pickle an exception for other ranks; returns no bytes if it cannot be sent.
 
-    Exceptions that end a process (``KeyboardInterrupt``) are not sent: they end that process alone.
+    Attributes that cannot be pickled are left out. Exceptions that end a process
+    (``KeyboardInterrupt``) are not sent: they end that process alone.
     """
     if not isinstance(error, Exception) or isinstance(error, RemoteError):
         return b""

@@ -57,7 +57,7 @@ class BackwardPass(Pass):
     ) -> None:
         super().__init__(engine, index, call)
         self.mode = mode
-        # of a rank with several stages this one's backward comes last
+        # if the rank has several stages, the backward of the first one comes last
         self._reduces_last = index == 0
         self.gradients = gradients
         self.inputs: list[Gradients] = [[] for _ in range(call.key.microbatches)]
@@ -75,8 +75,8 @@ class BackwardPass(Pass):
         self.expected[microbatch] = self._post(microbatch)
 
     def receive_gradient(self, microbatch: int) -> None:
-        # what got no gradient did not travel; autograd is to see None there, as on one device, for
-        # zeros would make gradients (and optimizer states) where one device has none
+        # An output without a gradient did not travel. Autograd must get None for it, as on one
+        # device: zeros would make gradients (and optimizer states) where one device has none.
         present, arrived = self._taken(microbatch)
         # (inside of a call the other side may have failed, and then sends nothing)
         self._arrived = [self._shrunk(next(arrived, None)) if here else None for here in present]
@@ -86,14 +86,14 @@ class BackwardPass(Pass):
         self.inputs[microbatch] = [next(arrived) if here else None for here in present]
 
     def reduce(self, microbatch: int) -> None:
-        # all gradients of the step are final but those that the next instruction adds to
+        # all gradients of the step are final, except those that the next instruction adds to
         if self.mode.reduce and self._reduces_last:
             if self.call.key.inside:
                 self.engine.average_aside(self.call)
                 return
             self.engine.replica_group.arm(self.engine.done_before)
             links = self.own.links
-            if links.ring(microbatch) not in links.rings:  # (a copy that has no micro-batch)
+            if links.ring(microbatch) not in links.rings:  # (this copy computes no micro-batch)
                 self.engine.replica_group.finish()
 
     def backward(self, microbatch: int) -> None:
@@ -177,7 +177,7 @@ class BackwardPass(Pass):
             For each value, in the order of sending, whether it gets a gradient; and the gradients,
             of these values only, in the same order.
         """
-        if microbatch not in self.expected:  # (from a stage of this rank)
+        if microbatch not in self.expected:  # (the sender is a stage of this rank)
             self.expect_gradient(microbatch)
         arriving = self.expected.pop(microbatch)
         return self._hear_pattern(microbatch), iter(arriving.wait() if arriving else ())
@@ -190,7 +190,7 @@ class BackwardPass(Pass):
 
     def _gradients_of_outputs(self, microbatch: int) -> Gradients:
         found = self.gradients
-        # (inside of a call they go as they have come, one by one)
+        # (inside of a call each micro-batch's gradients are taken once, and freed)
         return found.pop(microbatch) if isinstance(found, dict) else found[microbatch]
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
@@ -232,7 +232,7 @@ class BackwardPass(Pass):
             For each of ``wanted`` its gradient; ``None``: no output depends on it.
         """
         keep = self.mode.keep
-        # the user's `torch.autograd.grad` of inputs: weights must not get gradients
+        # under the user's `torch.autograd.grad` of inputs weights must not get gradients
         if not self.mode.parameters:
             return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
         # (not with weights frozen since the forward, which only an ordinary backward leaves out)
@@ -244,10 +244,10 @@ class BackwardPass(Pass):
                 return found
             self.own.go_back_in_one(CANNOT_BE_SPLIT)
         # `backward` and not `grad`: it adds to ``weight.grad`` and calls the hooks of weights, by
-        # which the averaging of gradients knows that one is final
+        # which the averaging of gradients knows that a gradient is final
         torch.autograd.backward(roots, starts, retain_graph=keep)
         gradients = [value.grad for value in wanted]
-        # the values that arrived are leaves too, and a graph that is kept is gone through again
+        # the values that arrived are leaves too: if the graph is kept, the next backward adds
         for value in wanted:
             value.grad = None
         return gradients

@@ -154,7 +154,7 @@ class _BatchNorm(torch.autograd.Function):
         normal = (x.to(wide.dtype) - _along(mean, x)) * _along(scale, x)
         axes = _axes(x)
         sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
-        # of weight and bias each replica has its own part, which the averaging of gradients adds up
+        # each replica has a part of the gradients of weight and bias: their averaging adds them up
         bias_gradient, weight_gradient = sums
         if not ctx.needs_input_grad[0]:
             # all replicas of a layer agree on this, as they hold the same flags

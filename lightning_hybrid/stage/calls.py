@@ -65,9 +65,10 @@ class SavedForward:
     """What the backward of a micro-batch needs of its forward, beside what autograd has saved.
 
     Attributes:
-        values: the inputs.
-        roots: where the backward begins: the edge of each output in autograd's graph; ``None`` for
-            one without a gradient. (An edge, since the output itself would stay in memory.)
+        values: the inputs, which are leaves of the graph.
+        roots: for each output, its edge in autograd's graph, where the backward begins; ``None``
+            for an output that requires no gradient. (An edge, since the output itself would stay in
+            memory.)
     """
 
     values: Values
@@ -295,12 +296,12 @@ def random_state(device: torch.device) -> list[Tensor]:
 
 @cache
 def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
-    """Shapes and types of the tensors from :func:`random_state`, for a receiver."""
+    """Specs of the tensors that :func:`random_state` returns, for a receiver of such tensors."""
     return tuple(TensorSpec.of(state) for state in random_state(device))
 
 
 def set_random_state(states: list[Tensor], device: torch.device) -> None:
-    """Set the generators to ``states`` from :func:`random_state`."""
+    """Set the generators that :func:`random_state` reads to ``states``, which it has returned."""
     with _one_at_a_time:
         torch.set_rng_state(states[0])
         if device.type == "cuda":

@@ -1,20 +1,20 @@
-"""Forwards that run before their turn, as streamed schedules have them.
+"""Forwards that run before their turn, under streamed schedules.
 
-While such a forward waits for its backward, earlier batches have theirs, and optimizers may step.
-Two things need care:
+While such a forward waits for its backward, earlier batches have their backwards, and optimizers
+possibly step. Two things need care:
 
 *Weights.* Autograd saves references to the parameters that a forward has used, and an optimizer
 changes these in place. So under a delayed schedule hooks on saved tensors decide what the backward
-computes with: a copy of the weights of the forward (``stash``), the current weights with the
-activations of the forward (``current``), or nothing, and the forward runs again (``recompute``).
-The parameters themselves stay the leaves of the graph: their gradients and their hooks are as ever.
-(Such hooks take away autograd's check of changes in place; the first batch of a run never runs
-ahead, and is checked.)
+computes with: a copy of the weights of the forward (``stash``); the current weights with the
+activations of the forward (``current``); or nothing is saved, and the forward runs again in the
+backward (``recompute``). The parameters themselves stay the leaves of the graph: their gradients
+and their hooks work as ever. (With these hooks autograd does not check for changes in place; the
+first batch of a run never runs ahead, and is checked.)
 
 *Buffers.* What a forward writes (running statistics) must not be visible before its turn: else a
 validation or a checkpoint would see batches that nobody has trained on. Each forward writes into
-copies, which begin as those of the forward before it and are written to the buffers when
-``training_step`` makes the call, as on one device; a backward need not follow.
+copies. They begin with the values that the forward before it has left, and are written to the
+buffers when ``training_step`` makes the call, as on one device, whether or not a backward follows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ class EarlyForwards:
     def __init__(self, weights: DelayedWeights | None) -> None:
         self._weights = weights
         self._written: dict[int, dict[str, Tensor]] = {}  # by call, the oldest first
-        self._copies: dict[int, dict[int, torch.UntypedStorage]] = {}  # of weights, likewise
+        self._copies: dict[int, dict[int, torch.UntypedStorage]] = {}  # of weights, by call
         self._looked_at: set[Stage] = set()
 
     def forward(
@@ -71,7 +71,7 @@ class EarlyForwards:
             again, else ``None``.
         """
         before = self._before(stage)
-        # (cloned once more, since a recipe keeps those from before the forward)
+        # (cloned once more, since the recipe keeps the values from before the forward)
         written = {name: value.clone() for name, value in before.items()}
         with torch.enable_grad(), self._saving(call, stage.parameters()):
             outputs = stage.run_with([*(stage.taken() | written).values()], values, numbers)
@@ -159,7 +159,7 @@ class EarlyForwards:
 
 
 _Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]
-"""Memory, and how a tensor lies in it: type, offset, sizes, strides."""
+"""A tensor as its memory, and how it lies there: element type, offset, sizes, strides."""
 
 
 def _weights_apart(

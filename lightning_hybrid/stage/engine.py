@@ -125,7 +125,7 @@ class Engine:
             lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
             mesh.owners(copies),
             len(copies),
-            # if the driver has a copy beside workers, these own and step the parameters
+            # if the driver has a copy beside workers, the workers own and step the parameters
             owns=not self.coordinates.is_driver or driver not in copies[1:],
             survivors=mesh.survivors,
         )
@@ -338,7 +338,7 @@ class Engine:
             [links] = own.links
             if factor is None:
                 [factor] = links.next.post([FACTOR]).wait()
-            # (only the last stage of a rank brings it there)
+            # (sent once to each rank: to the last one of its stages)
             if own.number > 0 and ranks[own.number - 1] not in ranks[own.number :]:
                 links.previous.send([factor], [FACTOR])
         assert factor is not None, "the driver has it, and others wait for it"
@@ -407,11 +407,11 @@ class Engine:
             for links in own.links if own.number > 0 else ():
                 failure = links.previous.receive_word(Status).failure
                 if failure and failed is not None and index <= failed:
-                    # a stage that computes with the zeros of one that has failed may fail of them
+                    # an error here possibly comes from the zeros that the failed stage has sent
                     self.failure, failed = failure, None
                 self.failure = self.failure or failure
             for links in own.links if not own.is_last else ():
-                # (an error of its own stages the driver raises itself)
+                # (the driver raises an error of its own stages itself)
                 mine = self.coordinates.is_driver and failed is not None
                 links.next.send_word(Status(None if mine else self.failure))
         return None if failed is None else works[failed].error
@@ -424,12 +424,12 @@ class Engine:
         if failure is not None:
             raise failure.exception()
 
-    # ------------------------------------------------------------------ what passes ask
+    # ------------------------------------------------------------------ for passes
 
     def untaken(self, call: Call) -> int:
-        """How many messages of earlier passes a neighbour may leave unreceived at a pass's begin.
+        """How many sent messages may be unreceived by a neighbour when a new pass begins.
 
-        The pass first waits until no more are. Only a streamed schedule lets some be.
+        Before the pass the stage waits for the others. It is 0 unless the schedule is streamed.
         """
         return self._ahead * call.key.microbatches
 

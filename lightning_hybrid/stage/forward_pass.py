@@ -59,7 +59,7 @@ class Pass:
 
     @contextmanager
     def computing(self, what: str, microbatch: int) -> Iterator[None]:
-        """Context of a computation of the stage: records its time; notes an error, not raised.
+        """Context of a computation: its time is recorded, and an error is noted, not raised.
 
         Args:
             what: ``"forward"``, ``"backward"`` or ``"weight"``, for the trace.

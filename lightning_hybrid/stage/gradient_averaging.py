@@ -30,7 +30,7 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred
 
 MESSAGE_BYTES = 25 * 2**20
-"""Most bytes of small tensors that are sent together."""
+"""At most so many bytes of small tensors are sent together."""
 _LARGE_BYTES = 2**20
 """From this size on a tensor is sent by itself, from its own memory."""
 
@@ -189,7 +189,7 @@ class _Bucket:
         pairs: list[tuple[Tensor, Tensor]] = list(zip(self.parameters, self.views))
         if all(_gradient(parameter, aside) is not None for parameter in self.parameters):
             return pairs
-        # (asks the device, but only for unused parameters)
+        # (the host waits for the device here, but only if there are unused parameters)
         return [pair for pair, count in zip(pairs, self.counts.tolist()) if count > 0]
 
     def empty(self, *, kept: bool = True) -> None:
@@ -211,7 +211,7 @@ class _Bucket:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
             if parameter.grad is not None:
                 parameter.grad.copy_(view)
-            elif self.counts[index] > 0:  # asks the device, but only for unused parameters
+            elif self.counts[index] > 0:  # the host waits for the device, for unused parameters
                 parameter.grad = view.clone()
 
 
@@ -265,11 +265,11 @@ class ReplicaGroup:
         self._survivors = survivors
         self._armed = False
         self._whole = True
-        self._waits = False  # whether sums were begun that nobody has taken
+        self._waits = False  # whether sums were begun for which no `take` came
         self.aside_of: int | None = None
         self._aside: Mapping[Tensor, Tensor] | None = None
         self._buckets: list[_Bucket] = []
-        self._sent: list[dist.Work | None] = []  # transfers of the first buckets
+        self._sent: list[dist.Work | None] = []  # transfers of the buckets that were sent, in order
         self._trainable: list[bool] | None = None
         self._place: dict[Tensor, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
@@ -474,7 +474,7 @@ class ReplicaGroup:
             Broadcasts(self._group).send(buffers)
 
     def broadcast_weights(self) -> None:
-        """Give every rank the weights and buffers of the first one; all ranks call it."""
+        """Give every rank the first rank's weights and buffers; all ranks of the group call it."""
         if self._size == 1:
             return
         self.broadcast_buffers()

@@ -112,7 +112,7 @@ class ModuleOutline:
         for part in self.parts:
             owner, _, name = part.name.rpartition(".")
             module.get_submodule(owner).add_module(name, shell := part.shell())
-            for tensors in tables(shell):  # (they come with the outlines of tensors)
+            for tensors in tables(shell):  # (the outlines of tensors add them)
                 tensors.clear()
         for outline in self.tensors:
             tensor = outline.shell()

@@ -76,7 +76,11 @@ class OwnedStage:
     splits: bool = False
 
     def go_back_in_one(self, reason: str) -> None:
-        """Stop splitting the backward, and warn why."""
+        """Stop splitting this stage's backward from now on, and warn the user.
+
+        Args:
+            reason: why it cannot be split, for the warning.
+        """
         self.splits = False
         warnings.warn(
             f"Stage {self.number} goes back in one from now on, as under schedule='gpipe': "
@@ -86,7 +90,8 @@ class OwnedStage:
 
 
 Todo = tuple[tuple[int, InstructionKind, int], ...]
-"""A list of instructions of a rank: (index among its stages, instruction, micro-batch)."""
+"""A list of instructions of a rank: (index of the stage among the rank's stages, kind of
+instruction, number of the micro-batch)."""
 
 
 @lru_cache(maxsize=256)
@@ -203,8 +208,8 @@ def lent_parameters(network: nn.Module, placement: Placement) -> list[frozenset[
         By ``pp_rank``, the names in the network of these parameters.
     """
     driver = 0
-    # (without the parameters of a stage that the driver has a copy of, all of which the rank with
-    # the first copy lends the driver)
+    # (`borrowed` lacks the parameters of a stage that the driver has a copy of: the rank with the
+    # first copy lends the driver all of them)
     borrowed = borrowed_parameters(network, placement)
     lent: list[set[str]] = [set() for _ in borrowed]
     for names, device in zip(_parameters_of_stages(network, placement), placement.devices):

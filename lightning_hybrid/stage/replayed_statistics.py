@@ -111,11 +111,11 @@ class ReplayedStatistics:
             prefix = f"{owner}." if owner else ""
             layer: Any = self._network.get_submodule(owner)
             count, momentum = prefix + _COUNT, layer.momentum
-            # (how often the layer ran on this micro-batch: one that is called twice counts twice)
+            # (how often the layer ran on this micro-batch: if it is called twice, it counts twice)
             uses = added.get(count, here).reshape(())
             if count in written:
                 written[count].add_(uses.to(written[count].dtype))
-            if momentum is None:  # a cumulative average; what was noted is that of these uses
+            if momentum is None:  # a cumulative average: the noted value is that of these uses
                 share = uses / written[count].clamp(min=1)
                 kept = 1.0 - share
             else:

@@ -17,7 +17,8 @@ from lightning_hybrid.remote import is_deferred, like, value_of
 Result = TypeVar("Result")
 
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""The share of the largest number by which two runs on a GPU may differ; 5 % in shorter types."""
+"""By how much two runs on a GPU may differ, as a share of the largest number; in shorter types 5
+%."""
 
 
 def with_room_for(module: nn.Module, device: torch.device) -> torch.device:
@@ -43,19 +44,19 @@ def check(
     leaves: Sequence[Tensor],
     device: torch.device | None = None,
 ) -> None:
-    """Run the captured network and its stages on the same inputs and compare bit for bit.
+    """Run the captured network and its stages on the same inputs, and compare bit for bit.
 
-    (On a GPU up to rounding: it does not always add in the same order.) Both start from the same
-    random state and buffers, no backward follows, and what they write is put back. Stages get
-    copies of tensors, as over a link; but slices as they are, since numbers that lie otherwise in
-    memory may be rounded otherwise.
+    On a GPU they are compared up to rounding, since it does not always add in the same order. Both
+    runs start from the same random state and buffers, no backward follows, and what they write to
+    buffers is undone. Stages get copies of tensors, as over a link, but slices as they are: a
+    number is possibly rounded otherwise if it lies elsewhere in memory.
 
     Args:
         graph: the captured network.
         codes: its stages.
-        leaves: from `NetworkGraph.bind`, on the device where the network is.
-        device: where to compute, with copies of the weights if they are elsewhere; by default the
-            device of the leaves.
+        leaves: the inputs, from `NetworkGraph.bind`, on the device where the network is.
+        device: where to compute, with copies of the weights if they are elsewhere; ``None``: the
+            device of the first input.
 
     Raises:
         StitchError: the outputs differ, or stages fail.
@@ -116,7 +117,10 @@ def run(
 
 
 def _received(value: Any) -> Any:
-    """A copy of what a stage has sent; a slice (`clone` would leave out its gaps) as it is."""
+    """Copy what a stage has sent, as a link does; a slice (a view with gaps) stays as it is.
+
+    (`clone` would leave out its gaps.)
+    """
     if not isinstance(value, Tensor):
         return value
     copy = value.clone()
@@ -215,7 +219,11 @@ def stays_on_cpu(graph: NetworkGraph, leaf: Leaf) -> bool:
 
 
 def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] | None:
-    """Copies on ``device`` of the tensors that stages use; ``None`` if all are on it already."""
+    """Copy the tensors that stages use to ``device``.
+
+    Returns:
+        The copies by name; ``None``: all tensors are on ``device`` already, and nothing was copied.
+    """
     named = {name: tensor for stage in stages for name, tensor in stage.taken().items()}
     with as_they_are():
         if all(tensor.device == device for tensor in named.values()):
@@ -224,7 +232,7 @@ def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] 
 
 
 def own_copy(value: Tensor, device: torch.device) -> Tensor:
-    """A copy of a parameter or buffer, on ``device``, that shares no memory with it."""
+    """Copy a parameter or buffer (deferred ones, too) to ``device``, into new memory."""
     with as_they_are():
         wanted = value.requires_grad
         copy = value_of(value).detach().to(device, copy=True)

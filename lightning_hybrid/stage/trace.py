@@ -20,7 +20,8 @@ import torch
 from torch.cuda import Event
 
 Mark = float | Event
-"""The beginning of a span: a time in seconds, or an event on the device's current stream."""
+"""Marks when a span has begun: a time in seconds (CPU), or an event on the current stream
+(CUDA)."""
 
 
 class Stopwatch:
@@ -45,7 +46,7 @@ class Stopwatch:
         return time.perf_counter() if self._events is None else _passing()
 
     def stop(self, mark: Mark) -> None:
-        """End the span that began with this mark."""
+        """End the span whose :meth:`start` has returned ``mark``. Does not wait."""
         if isinstance(mark, float):
             self._seconds += time.perf_counter() - mark
         elif self._events is not None:
@@ -53,7 +54,7 @@ class Stopwatch:
 
     def read(self) -> float:
         """Seconds of all spans that have ended since this stopwatch was made. Does not wait."""
-        # (a stream's events pass in order: behind one that has not passed none has)
+        # (a stream's events pass in order: if this one has not passed, no later one has)
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
             self._seconds += begin.elapsed_time(end) / 1e3
