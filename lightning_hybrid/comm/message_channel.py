@@ -198,8 +198,8 @@ class Channel:
         self._beats: list[Transfer] = []
         self._left: Failure | None = None
         self._rest: Iterator[tuple[str, Tensor]] = iter(())
-        self._waiting = _NOTHING  # what goes with the next message
-        self._behind: list[int] = []  # the frame of a message that has come with one before it
+        self._waiting = _NOTHING  # the small message that was kept back
+        self._behind: list[int] = []  # a frame that was received with a small message before it
 
     @property
     def peer(self) -> str:
@@ -250,8 +250,8 @@ class Channel:
         time-out.
         """
         with self._lock:
-            # Nobody waits for the transfer, since the peer may not receive for long; but it must be
-            # kept, since one that is dropped is not sent.
+            # Nobody waits for the transfer, since the peer possibly receives much later; but it is
+            # kept, since a transfer that is dropped is not sent.
             self._beats.append(self._wire.send(self._beat))
 
     def receive(self, kind: type[T]) -> T:

@@ -64,15 +64,15 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
 
 
 def switches() -> Switches:
-    """Read the values of all these settings in this process."""
+    """Read the values of torch's settings that this module lists, in this process."""
     return tuple(read() for read, _ in _SETTINGS)
 
 
 def set_switches(wanted: Switches) -> None:
-    """Give all these settings in this process the values that another process has read.
+    """Set torch's settings that this module lists, in this process.
 
     Args:
-        wanted: from :func:`switches`.
+        wanted: their values, which :func:`switches` has read in another process.
     """
     for (read, write), value in zip(_SETTINGS, wanted, strict=True):
         if read() != value:

@@ -121,7 +121,11 @@ def _start(root: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 class _BatchNorm(torch.autograd.Function):
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias, over all ranks of a group."""
+    """The operation of :meth:`Synchronised._batch_norm` in autograd, with statistics of all ranks.
+
+    y = (x - mean) / sqrt(variance + eps) * weight + bias. All ranks of the group run its forward,
+    and its backward, together.
+    """
 
     @staticmethod
     def forward(

@@ -181,12 +181,12 @@ class _PathsToInputs:
         return reduce(or_, (self._nodes[node].reaches for node in nodes), 0)
 
     def _aside(self, node: Node) -> list[Node]:
-        """The operations directly behind this one that lead to weights, but to no input."""
+        """The operations directly behind ``node`` that lead to weights, but to no input."""
         children = (child for child, _ in self._nodes[node].children)
         return [n for n in children if self._nodes[n].reaches and not self.leads(n)]
 
     def _behind(self, node: Node) -> set[Node]:
-        """All operations that a weight part runs if it starts from this one."""
+        """All operations that a weight part runs if it starts from ``node``."""
 
         def children(node: Node) -> Iterable[Node]:
             return (child for child, _ in self._nodes[node].children if self._nodes[child].reaches)
