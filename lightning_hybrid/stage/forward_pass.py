@@ -112,7 +112,7 @@ class ForwardPass(Pass):
         self._ends = ends
         self.outputs: list[Values] = []
         self.gradients: dict[int, Gradients] = {}  # of the outputs, where a backward follows
-        # how many messages may be left that a neighbour has not taken, while backwards run beside
+        # how many messages may be unreceived by a neighbour, if backwards run inside of the call
         self._most = len(engine.placement.devices) if call.key.inside else None
         self._values: Values | None = None
         self._result: Values | None = None
@@ -120,7 +120,7 @@ class ForwardPass(Pass):
         # shapes and types of the generators' state as it travels; empty if it does not
         self._states = state_specs(engine.device) if call.uses_rng else ()
         self._takes_states = call.uses_rng and (not self._first or call.key.continues)
-        # rings in which the stage before has failed, and those in which the next one knows of it
+        # rings on which the stage before has failed, and rings on which the next stage knows of it
         self._silent: set[int] = set()
         self._told_failure: set[int] = set()
         # frees the activations and the gradients that earlier passes have sent
@@ -134,7 +134,7 @@ class ForwardPass(Pass):
                 self.traffic.incoming |= enumerate(map(list, call.key.inputs))
 
     def send_input(self, microbatch: int) -> None:
-        if not self.call.ahead:  # else they are there already
+        if not self.call.ahead:  # (else the driver has sent them already)
             specs = self.call.key.inputs[microbatch]
             self._send(microbatch, self.inputs[microbatch], specs)
 
@@ -142,7 +142,7 @@ class ForwardPass(Pass):
         self.expected[microbatch] = self._post(microbatch)
 
     def receive_activation(self, microbatch: int) -> None:
-        if microbatch not in self.expected:  # (from a stage of this rank)
+        if microbatch not in self.expected:  # (the sender is a stage of this rank)
             self.expect_activation(microbatch)
         arriving = self.expected.pop(microbatch)
         self._values = None if arriving is None else arriving.wait()
@@ -174,7 +174,7 @@ class ForwardPass(Pass):
     def _send(self, microbatch: int, values: Values, specs: Sequence[TensorSpec]) -> None:
         link = self.links(microbatch).next
         if self._most is not None:
-            link.flush(self._most)  # (it has taken more than that, so that nobody waits here)
+            link.flush(self._most)  # (the peer has received more than that, so this does not wait)
         link.send(values, specs)
 
     def _post(self, microbatch: int) -> Arriving | None:
@@ -236,8 +236,8 @@ class ForwardPass(Pass):
             if not call.uses_rng:
                 return outputs
             # 3. The generators' state travels on with the activations. A state that has changed
-            #    tells that a layer has drawn, though the graph may not show it: if none does, it
-            #    does not travel in later calls with this key.
+            #    tells that a layer has drawn, even if the graph does not show it. If no layer
+            #    draws, the state does not travel in later calls with this key.
             after = random_state(engine.device)
             self.traffic.uses_rng |= not all(torch.equal(a, b) for a, b in zip(before, after))
             if not self.own.is_last:
@@ -253,7 +253,7 @@ class ForwardPass(Pass):
                 return self._called(stage, values, numbers)
         self.engine.refuse_sparse()
         # Each stage is a graph of autograd by itself, whose leaves are the values that have
-        # arrived. One requires a gradient here if it does on the rank that has sent it.
+        # arrived. A value requires a gradient here if it does on the rank that has sent it.
         specs = self.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
         # b) before its turn: with buffers and weights of its own
