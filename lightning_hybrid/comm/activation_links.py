@@ -1,6 +1,6 @@
 """Links between neighbouring stages, for activations and gradients.
 
-The stages of a replica form a ring: driver -> stage 0 -> ... -> last stage, on the driver.
+The stages of a replica form a ring: driver -> stage 0 -> ... -> last stage, which is on the driver.
 """
 
 from collections import deque
@@ -23,23 +23,24 @@ from lightning_hybrid.errors import HybridError
 W = TypeVar("W", bound=StageMessage)
 
 Devices = Sequence[int | tuple[int, ...]]
-"""For each stage the ``pp_rank`` of its rank; if a stage has copies, a tuple with those of all."""
+"""For each stage, in order, the ``pp_rank`` of the rank that has it; if the stage has copies, a
+tuple with the ``pp_rank`` of each copy."""
 
 
 class PeerLink:
     """A link to a stage on another rank: tensors and words, both ways.
 
     A word is a small message, a :class:`~lightning_hybrid.comm.protocol.StageMessage`. Words have a
-    queue of their own: neither commands and answers nor the words of another pair of stages on the
-    same two ranks mix with them.
+    queue of their own: they mix neither with commands and answers, nor with the words of another
+    pair of stages on the same two ranks.
 
     Args:
         words: channel for words.
         out: wire for the tensors that are sent.
-        back: wire for the tensors that are received. It is another one than ``out``, since two
-            directions on one NCCL communicator wait for each other.
+        back: wire for the tensors that are received. It must not be ``out``: the two directions on
+            one NCCL communicator wait for each other.
         host: wire, in both directions, for tensors that stay on the CPU if ``device`` is a GPU.
-        device: device of the received tensors, but for those whose spec says CPU.
+        device: device of the received tensors, except those whose spec has ``on_cpu``.
     """
 
     def __init__(
@@ -53,10 +54,14 @@ class PeerLink:
         self._sent: deque[list[tuple[Transfer, Tensor]]] = deque()
 
     def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
-        """Begin to send tensors to the peer, which calls :meth:`post` with equal specs.
+        """Begin to send tensors to the peer, which must call :meth:`post` with equal specs.
 
-        Does not wait. The tensors are kept, and must not be changed, until a :meth:`flush` has
-        waited for the peer to receive them.
+        Does not wait. The link keeps the tensors, and the caller must not change them, until a
+        :meth:`flush` has waited for the peer to receive them.
+
+        Args:
+            tensors: the tensors.
+            specs: the spec of each tensor.
         """
         laid_out = [bytes_of(spec.laid_out(tensor)) for tensor, spec in zip(tensors, specs)]
         self._sent.append(
@@ -68,7 +73,11 @@ class PeerLink:
         )
 
     def post(self, specs: Sequence[TensorSpec]) -> "Arriving":
-        """Begin to receive the next message, whose tensors have these specs."""
+        """Begin to receive the next message of tensors; the result's ``wait()`` returns them.
+
+        Args:
+            specs: the spec of each tensor of the message.
+        """
         tensors = [spec.empty(self._device) for spec in specs]
         transfers = [
             self._wire(spec, self._back).receive(bytes_of(tensor))
@@ -81,9 +90,10 @@ class PeerLink:
         return self._host if spec.on_cpu and self._device.type != "cpu" else of_the_device
 
     def flush(self, left: int = 0) -> None:
-        """Wait until the peer has received all messages but the last ``left``.
+        """Wait until the peer has received all messages of tensors but the last ``left``.
 
-        A sender calls it to bound the queue, and so the memory of messages that are being sent.
+        The sender calls it to limit the memory of messages that are not received yet, or before it
+        changes tensors that it has sent.
         """
         while len(self._sent) > left:
             for transfer, _ in self._sent.popleft():
@@ -94,7 +104,15 @@ class PeerLink:
         self._words.send(word)
 
     def receive_word(self, kind: type[W]) -> W:
-        """Wait for the next word, which must be of this class."""
+        """Wait for the next word, and return it.
+
+        Args:
+            kind: class that the word must have.
+
+        Raises:
+            ConnectionLost: the peer is gone, or has not answered within the time-out.
+            HybridError: the word is of another class.
+        """
         return self._words.receive(kind)
 
 
@@ -117,23 +135,31 @@ class _Posted:
 
 
 class _Mailbox:
-    """Queues of the tensors and words that one stage has sent to another one of the same rank."""
+    """Queues of the tensors and words that one stage has sent to a neighbour on the same rank."""
 
     def __init__(self) -> None:
         self.tensors: deque[list[Tensor]] = deque()
         self.words: deque[StageMessage] = deque()
 
     def wait(self) -> list[Tensor]:
-        """Take the oldest message: the sender, in the same thread, has already put it here."""
+        """Take the oldest message, which must be there.
+
+        It is: the sender, in the same thread, comes earlier in the list of instructions.
+        """
         return self.tensors.popleft()
 
 
 Arriving = _Posted | _Mailbox
-"""A message of tensors whose receive has begun."""
+"""A message of tensors whose receive has begun; its method ``wait()`` returns the tensors."""
 
 
 class LocalLink:
-    """A link to a stage of the same rank: it passes on detached copies of tensors."""
+    """A link to a stage on the same rank; tensors are passed on as detached copies.
+
+    Args:
+        out: where this end puts what it sends.
+        back: where the other end puts what it sends.
+    """
 
     def __init__(self, out: _Mailbox, back: _Mailbox) -> None:
         self._out = out
@@ -141,7 +167,7 @@ class LocalLink:
 
     @classmethod
     def pair(cls) -> tuple["LocalLink", "LocalLink"]:
-        """The two ends of a link."""
+        """Make the two ends of a link: what one sends, the other receives."""
         along, against = _Mailbox(), _Mailbox()
         return cls(along, against), cls(against, along)
 
@@ -180,10 +206,10 @@ class StageLinks:
     """The links of one stage to its two neighbours in the ring.
 
     Attributes:
-        previous: link from which activations come and to which gradients go; for stage 0 that to
-            the driver, which sends the inputs.
-        next: link to which activations go and from which gradients come; for the last stage, which
-            is on the driver, that to stage 0.
+        previous: link from which activations come and to which gradients go; for stage 0 the link
+            to the driver, which sends the inputs.
+        next: link to which activations go and from which gradients come; for the last stage, on the
+            driver, the link to stage 0, to which the driver sends the inputs.
     """
 
     previous: Link
@@ -192,26 +218,26 @@ class StageLinks:
 
 @dataclass(frozen=True)
 class LinksByMicrobatch:
-    """The links of a stage, or of one copy of it, for each micro-batch.
+    """The links of one stage on this rank (or of one copy of it), for each micro-batch.
 
-    Copies of a stage on several ranks take micro-batches in turn. The copies, one of each stage,
-    that a micro-batch passes are a ring. Messages within one ring keep their order as in a chain of
-    stages without copies.
+    Copies of a stage on several ranks take micro-batches in turn. A ring is the ranks that a
+    micro-batch passes, one copy of each stage; ring k has the micro-batches k, k + ``count``, and
+    so on. Messages within one ring keep their order as in a chain of stages without copies.
 
     Attributes:
-        count: number of rings of the replica.
-        rings: by number of the ring, this stage's links in it; only rings that the stage is in.
+        count: number of rings of the replica; 1 if no stage has copies.
+        rings: by number of the ring, this stage's links in it; only rings that this copy is in.
     """
 
     count: int
     rings: Mapping[int, StageLinks]
 
     def ring(self, microbatch: int) -> int:
-        """Number of the ring that a micro-batch passes."""
+        """Number of the ring that a micro-batch passes; also for rings that this copy is not in."""
         return microbatch % self.count
 
     def at(self, microbatch: int) -> StageLinks:
-        """The links for a micro-batch that this copy of the stage computes."""
+        """The links for a micro-batch, which must be one that this copy of the stage computes."""
         return self.rings[microbatch % self.count]
 
     def __iter__(self) -> Iterator[StageLinks]:
@@ -229,14 +255,18 @@ def stages_of(devices: Devices, pp_rank: int) -> list[int]:
 
 
 def rings_of(devices: Devices) -> list[tuple[int, ...]]:
-    """All rings that micro-batches pass in turn: each has the ``pp_rank`` of one copy per stage."""
+    """List the rings of a replica in the order in which micro-batches take them.
+
+    Returns:
+        For each ring, the ``pp_rank`` of the copy of each stage that it passes, stage by stage.
+    """
     stages = [copies_of(device) for device in devices]
     count = lcm(*map(len, stages))
     return [tuple([copies[ring % len(copies)] for copies in stages]) for ring in range(count)]
 
 
 def connect(mesh: Mesh, devices: Devices) -> None:
-    """Make what ranks with these stages send by, if they have not; all ranks call this together.
+    """Make the process groups that a placement needs, if there are none; all ranks call it.
 
     Args:
         mesh: the process groups of this rank.
@@ -251,14 +281,15 @@ def connect(mesh: Mesh, devices: Devices) -> None:
 def link_copies(
     lines: ReplicaWires, devices: Devices, device: torch.device
 ) -> dict[int, LinksByMicrobatch]:
-    """Link the stages of this rank, which may be copies.
+    """Make the links of all stages that this rank has, or has copies of.
 
-    All ranks of the replica call it together, but after :func:`connect` each when it likes.
+    If all ranks of the replica have called :func:`connect` for ``devices`` before, this rank waits
+    for nobody here; else they must call this function together.
 
     Args:
         lines: this rank's wires and channels.
         devices: ranks of each stage.
-        device: device of received tensors, but for those whose spec says CPU.
+        device: device of received tensors, except those whose spec has ``on_cpu``.
 
     Returns:
         By number of the stage, in rising order, the links of each stage of this rank.
@@ -275,13 +306,14 @@ def link_copies(
 def link_stages(
     lines: ReplicaWires, devices: Sequence[int], device: torch.device, first_tag: int = 1
 ) -> dict[int, StageLinks]:
-    """Link the stages of this rank; all ranks of the replica call it together.
+    """Make the links of this rank's stages in one ring; see :func:`link_copies` for who calls it.
 
     Args:
         lines: this rank's wires and channels.
-        devices: ``pp_rank`` of each stage.
-        device: device of received tensors, but for those whose spec says CPU.
-        first_tag: tag of the first edge's channel for words; each further edge has the next tag.
+        devices: ``pp_rank`` of each stage in the ring.
+        device: device of received tensors, except those whose spec has ``on_cpu``.
+        first_tag: tag of the channel for words between stages 0 and 1; each further pair of
+            neighbours has the next tag.
 
     Returns:
         By number of the stage, in rising order, the links of each stage of this rank.

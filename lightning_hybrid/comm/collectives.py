@@ -19,13 +19,16 @@ from lightning_hybrid.errors import HybridError
 def broadcast_object(
     group: Group, value: Any, source: int = 0, device: torch.device | None = None
 ) -> Any:
-    """Give every rank of ``group`` the object of the rank with index ``source``.
+    """Give every rank of ``group`` the object of one of its ranks; all its ranks call it.
 
     Args:
-        group: a process group of gloo, or of another backend whose device is given.
-        value: the object; ignored on the other ranks.
+        group: a process group.
+        value: the object, which can be pickled; ignored on the other ranks.
         source: index in the group of the rank that has the object.
-        device: device of the tensors that the group takes, by default the CPU.
+        device: device of the tensors that the group's backend takes; ``None``: the CPU, for gloo.
+
+    Returns:
+        The object.
 
     Raises:
         ConnectionLost: a rank is gone, or has not answered within the time-out.
@@ -52,7 +55,11 @@ def _broadcast(group: Group, tensor: Tensor, source: int) -> None:
 
 
 def gather_objects(group: Group, value: Any) -> list[Any]:
-    """Collect the objects of all ranks of a gloo ``group`` on every rank, by index of the rank."""
+    """Give every rank of a gloo ``group`` the objects of all its ranks, which all call this.
+
+    Returns:
+        The objects, by index of the rank in the group.
+    """
     # not an all-gather: it wants tensors of one size, which pickled objects do not have
     return [broadcast_object(group, value, source) for source in range(group.size())]
 
@@ -73,12 +80,13 @@ def meet(
         group: a process group of gloo.
         failed: whether this rank has failed.
         place: name of the place in the program; must be equal on all ranks.
-        look: called now and then while this rank waits; may raise to end that.
+        look: called again and again while this rank waits; it may raise an exception to end the
+            wait. ``None``: nothing is called.
 
     Raises:
         ConnectionLost: a rank is gone, or has not answered within the time-out.
-        HybridError: the ranks have called it from different places; going on, they would wait for
-            each other for ever.
+        HybridError: the ranks have called it from different places. If they went on, they would
+            wait for each other for ever.
     """
     flag, work = _begin_meeting(group, failed=failed, place=place)
     nap_s = _NAP_S
@@ -98,7 +106,12 @@ def meet(
 
 
 def agree(group: Group, number: float | None) -> bool:
-    """Whether all ranks of a gloo ``group`` have the same number; ``None`` agrees with nothing."""
+    """Whether all ranks of a gloo ``group`` have the same number; all of them call it together.
+
+    Args:
+        group: the group.
+        number: this rank's number; ``None``: the answer is no, on all ranks.
+    """
     seen = torch.tensor([number is None, number or 0.0, -(number or 0.0)], dtype=torch.float64)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
@@ -108,12 +121,16 @@ def agree(group: Group, number: float | None) -> bool:
 
 
 def fail_next_meeting(group: Group, timeout: timedelta) -> None:
-    """Take part in the next :func:`meet` as a failed rank: it returns ``False`` on the others.
+    """Take part in the next :func:`meet` as a failed rank: it returns ``False`` on the other ranks.
 
-    Waits for them for ``timeout`` at most; ranks that come later still learn of the failure, as
-    long as this process lives.
+    Raises nothing if ranks are lost.
+
+    Args:
+        group: the group of that meeting.
+        timeout: how long to wait for the other ranks. Ranks that come later still learn of the
+            failure, as long as this process lives.
     """
-    # the loss of another rank does not matter to one that has failed itself
+    # (this rank has failed itself: the loss of another rank does not matter to it)
     with suppress(ConnectionLost, RuntimeError):
         _begin_meeting(group, failed=True, place="")[1].wait(timeout)
 

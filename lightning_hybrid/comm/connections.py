@@ -1,11 +1,11 @@
 """Process groups, and transfers of tensors over them, the layer below channels and links.
 
-A :class:`Wire` joins this rank to one peer. :class:`GroupWire` is the real one, over a process
-group of ``torch.distributed``; tests have one between two threads, with the same guarantees.
+A :class:`Wire` joins this rank to one peer. :class:`GroupWire` works over a process group of
+``torch.distributed``; tests have a wire between two threads, with the same guarantees.
 
-gloo forgets some sends whose peer is gone: the thread that finds a connection broken fails all
-transfers that wait on it, and only then adds the one that it was writing itself. That one waits for
-its time-out, half an hour by default. No call of torch wakes it, but a new transfer on the
+gloo loses some sends whose peer is gone: the thread that finds a connection broken fails all
+transfers that wait on it, and only then adds the send that it was writing itself. This send waits
+for its time-out, half an hour by default. No call of torch wakes it, but a new transfer on the
 connection raises at once. So :class:`StuckSends` has another thread probe the connection of every
 send that takes more than a second; if the peer is gone and the send still waits after some seconds,
 the process is killed.
@@ -29,16 +29,18 @@ from lightning_hybrid.comm.travelling_errors import is_late
 from lightning_hybrid.errors import HybridError, RemoteError
 
 Group = Any
-"""A process group whose methods are called directly; gloo's and NCCL's share no public type."""
+"""A process group, whose methods are called directly. (The classes of gloo's and NCCL's groups
+have no public base class with these methods.)"""
 
 ANOTHER_REPLICA = "a rank of another replica"
 UNKNOWN_PEER = "a rank of the group"
-"""Names of the peer in an error when a collective cannot tell which rank is lost."""
+"""These two names stand for the peer in an error of a collective, which cannot tell which rank
+is lost."""
 _UNKNOWN = (ANOTHER_REPLICA, UNKNOWN_PEER)
 _PROBED = 2**20
-"""Tag of the receives that only probe a connection: nobody sends with it."""
+"""Tag of the receives that only probe a connection; no send has it."""
 GRACE_S = 8.0
-"""How long a send may go on waiting for a peer that is known to be gone."""
+"""How many seconds a send may go on waiting for a peer that is known to be gone."""
 _LOOK_EVERY_S = 1.0
 
 
@@ -47,8 +49,9 @@ class ConnectionLost(RemoteError):
 
     Args:
         text: the message.
-        peer: the name of the peer, if this rank can tell which it is.
-        late: whether the peer did not answer within the time-out; its process may still exist.
+        peer: the name of the peer; ``None``: this rank cannot tell which one it is.
+        late: whether the peer did not answer within the time-out; its process possibly still
+            exists.
     """
 
     def __init__(self, text: str, peer: str | None = None, *, late: bool = False) -> None:
@@ -60,9 +63,13 @@ class ConnectionLost(RemoteError):
 class GroupHandle:
     """A process group that can be closed while other objects still refer to this handle.
 
-    Closing drops the only reference to the group. For gloo it is this that matters: its shutdown
-    and abort wake no peer, but destroying the group closes its sockets, which wakes all of them.
-    NCCL waits for its peers in a shutdown; an abort ends operations that wait on the device.
+    It has all methods of the group. Closing drops the only reference to the group, which destroys
+    it. gloo's shutdown and abort wake no peer, but destroying the group closes its sockets, which
+    wakes all peers. NCCL waits for its peers in a shutdown; an abort ends operations that wait on
+    the device.
+
+    Args:
+        group: the group; ``None``: there is none, and its methods raise an error.
     """
 
     def __init__(self, group: Group = None) -> None:
@@ -77,28 +84,37 @@ class GroupHandle:
         return getattr(self._group, name)
 
     def replace(self, other: "GroupHandle") -> None:
-        """Become another group; this one is dropped, whose operations may be under way."""
+        """Take over the group of another handle, and drop the present one without waiting.
+
+        Operations of the dropped group are possibly still under way.
+        """
         self.drop()
         self._group = other._group
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a group."""
+        """Whether the handle has a group: it was not closed, dropped or aborted."""
         return self._group is not None
 
     def drop(self) -> None:
-        """Drop the group without waiting for its other ranks."""
+        """Drop the group, without waiting for its other ranks.
+
+        A thread waits for running operations, until the other ranks have closed their groups.
+        """
         dropped, self._group = [self._group], None
         if any(dropped):
             # in a thread: it waits for running operations until the peers have closed theirs
             BackgroundThread(dropped.clear, "hybrid-drop", awaited=True).start()
 
     def keep(self) -> None:
-        """Let the process end with the group: to destroy it is to wait for running operations."""
+        """Never destroy the group, not even at the end of the process: that possibly waits.
+
+        To destroy a group is to wait for its running operations.
+        """
         pythonapi.Py_IncRef(py_object(self._group))
 
     def close(self) -> None:
-        """Shut the group down and drop it; all its ranks call this together."""
+        """Shut the group down and drop it; all ranks of the group call this together."""
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
@@ -107,7 +123,8 @@ class GroupHandle:
         """Abort the group's operations and drop it, without waiting; may be called from any thread.
 
         Args:
-            lost: error that later operations of the group raise.
+            lost: error that later uses of the group raise; ``None``: a ``RuntimeError`` which says
+                that this rank has left the run.
         """
         if self._group is not None:
             # later callers get the reason, not the error of an aborted group
@@ -118,7 +135,10 @@ class GroupHandle:
 
 
 class Transfer(Protocol):
-    """A send or a receive that has begun; one that is dropped before its end never takes place."""
+    """A send or a receive that has begun. Keep it until :meth:`wait` has returned.
+
+    A transfer that is dropped earlier possibly never takes place.
+    """
 
     def wait(self) -> None:
         """Wait until the transfer has ended.
@@ -131,9 +151,10 @@ class Transfer(Protocol):
 class Wire(Protocol):
     """A connection to one peer, in both directions.
 
-    Tensors arrive at the other end in the order of the sends. A send may not end before the peer
-    has begun to receive: until its end the tensor must not be changed. Receives may be begun
-    ahead; they complete in their order.
+    Tensors arrive at the other end in the order of the sends. A send possibly ends only when the
+    peer has begun to receive. Do not change the tensor before :meth:`Transfer.wait` has returned.
+    Several receives may be begun before their messages come; they are filled in the order in which
+    they were begun.
 
     Attributes:
         peer: name of the other rank in errors.
@@ -142,14 +163,16 @@ class Wire(Protocol):
     peer: str
 
     def send(self, tensor: Tensor) -> Transfer:
-        """Begin to send a contiguous tensor; does not block.
+        """Begin to send a contiguous tensor; the peer must receive one of equal size and type.
+
+        Does not wait.
 
         Raises:
             ConnectionLost: the peer is known to be gone.
         """
 
     def receive(self, tensor: Tensor) -> Transfer:
-        """Begin to receive into a contiguous tensor; does not block.
+        """Begin to receive the peer's next tensor into a contiguous tensor; does not wait.
 
         Raises:
             ConnectionLost: the peer is known to be gone.
@@ -163,8 +186,11 @@ Probe = Callable[[], object]
 class StuckSends:
     """Watches the sends that threads of this process wait for.
 
+    A send is stuck if its peer is gone, and it still waits `GRACE_S` seconds later.
+
     Args:
-        end: called with the reason when a send is stuck.
+        end: called once with the reason when a send is stuck, in the watching thread; it should end
+            the process.
     """
 
     def __init__(self, end: Callable[[str], None]) -> None:
@@ -176,10 +202,11 @@ class StuckSends:
 
     @contextmanager
     def watched(self, probe: Probe) -> Iterator[None]:
-        """Inside, the caller waits for a send, which is watched.
+        """Context in which the caller waits for a send, which is watched meanwhile.
 
         Args:
-            probe: tests whether the peer of the send is gone.
+            probe: raises a ``RuntimeError`` if the peer of the send is gone; called in another
+                thread.
         """
         if self._thread is None:
             self._begin()
@@ -198,7 +225,7 @@ class StuckSends:
                 self._thread.start()
 
     def close(self) -> None:
-        """End the watching thread; the next :meth:`watched` begins another one."""
+        """End the watching thread and join it; the next :meth:`watched` begins another one."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._over.set()
@@ -230,7 +257,7 @@ def _kill(reason: str) -> None:
 
 
 SENDS = StuckSends(_kill)
-"""The watched sends of this process."""
+"""Watches all sends of this process."""
 if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's threads
     os.register_at_fork(after_in_child=lambda: SENDS.__init__(_kill))  # type: ignore[misc]
 
@@ -242,8 +269,8 @@ class GroupWire:
         group: a process group that has this rank and the peer.
         other: index of the peer in the group.
         peer: name of the peer in errors.
-        tag: separates wires between the same two ranks of one gloo group: a send is matched by a
-            receive with the same tag only. NCCL knows no tags.
+        tag: separates wires between the same two ranks of one gloo group: a send is matched only by
+            a receive with the same tag. NCCL ignores it.
     """
 
     def __init__(self, group: Group, other: int, peer: str, tag: int = 0) -> None:
@@ -261,7 +288,7 @@ class GroupWire:
         return _GroupTransfer(work, self)
 
     def probe(self) -> None:
-        """Test whether the peer is still connected, by beginning a receive that never ends.
+        """Test whether the peer is still connected, by beginning a receive that nobody sends for.
 
         May be called from any thread. Does nothing over another backend than gloo.
 
@@ -287,7 +314,12 @@ class _GroupTransfer:
 
 
 def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
-    """Begin a transfer or a collective: call ``call``, a method of a process group.
+    """Begin a transfer or a collective of a process group; the caller must :func:`wait` for it.
+
+    Args:
+        call: the method of the process group that begins it.
+        arguments: arguments of the method.
+        peer: name of the other rank (or ranks) in errors.
 
     Raises:
         ConnectionLost: ``peer`` is gone.
@@ -315,7 +347,11 @@ def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
 
 
 def wait(work: dist.Work, peer: str) -> None:
-    """Wait for the end of what :func:`start` has begun.
+    """Wait for the end of a transfer or collective that :func:`start` has begun.
+
+    Args:
+        work: what :func:`start` has returned.
+        peer: name of the other rank (or ranks) in errors.
 
     Raises:
         ConnectionLost: ``peer`` is gone, or has not answered within the time-out.
@@ -327,10 +363,14 @@ def wait(work: dist.Work, peer: str) -> None:
 
 
 def connection_lost(peer: str, error: RuntimeError) -> ConnectionLost:
-    """The exception to raise for an error of a backend, which says that ``peer`` is lost.
+    """Make the exception to raise when a backend's error means that ``peer`` is lost.
 
-    Its text names ``peer`` and quotes the first line of the backend's message, whose rest is mostly
+    Its text names ``peer`` and quotes the first line of the backend's message; the rest is mostly
     C++ stack frames.
+
+    Args:
+        peer: name of the other rank in the text.
+        error: the backend's error.
     """
     reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection closed"
     late = is_late(error)

@@ -22,14 +22,14 @@ class Coordinates:
     """Coordinates of a rank in the mesh of ``replicas`` x ``ranks_per_replica`` ranks.
 
     Attributes:
-        rank: number of the process.
+        rank: global rank: number of the process among all ranks.
         replicas: number of replicas.
         ranks_per_replica: number of ranks in a replica; a rank has one stage, or several under a
             free placement.
-        order: for each index in the mesh, the rank that has it; empty if each rank is its own
-            index. See :mod:`lightning_hybrid.planning.cluster`.
-        free: whether a rank may have several stages, so that its stage cannot be told from
-            ``pp_rank``.
+        order: for each index in the mesh, the global rank that has it; empty if each rank is its
+            own index. See :mod:`lightning_hybrid.planning.cluster`.
+        free: whether a rank may have several stages, so that ``pp_rank`` does not tell which stage
+            it has.
     """
 
     rank: int
@@ -48,27 +48,27 @@ class Coordinates:
 
     @property
     def index(self) -> int:
-        """Index in the mesh, replica by replica."""
+        """Index of this rank in the mesh: ``dp_rank * ranks_per_replica + pp_rank``."""
         return self.order.index(self.rank) if self.order else self.rank
 
     @property
     def dp_rank(self) -> int:
-        """Number of the replica."""
+        """Number of this rank's replica, from 0."""
         return self.index // self.ranks_per_replica
 
     @cached_property
     def pp_rank(self) -> int:
-        """Index inside the replica: 0 is the driver, k > 0 a worker (in a chain of stage k - 1)."""
+        """Index in the replica: 0 is the driver, k > 0 a worker (of stage k - 1 in a chain)."""
         return self.index % self.ranks_per_replica
 
     def at(self, pp_rank: int) -> "Coordinates":
-        """The coordinates of another rank of this replica."""
+        """The coordinates of the rank of this replica that has this ``pp_rank``."""
         index = self.index - self.pp_rank + pp_rank
         return replace(self, rank=self.order[index] if self.order else index)
 
     @cached_property
     def is_driver(self) -> bool:
-        """Whether the rank runs the user's code."""
+        """Whether this rank runs the user's code."""
         return self.pp_rank == 0
 
     @property
@@ -78,9 +78,9 @@ class Coordinates:
 
     @property
     def lightning_rank(self) -> int:
-        """The rank that Lightning is told; with R replicas of S ranks, unique over all R*S.
+        """The global rank that Lightning is told, which differs from :attr:`rank`.
 
-        Drivers are 0 .. R-1, workers R .. R*S-1.
+        With R replicas of S ranks, drivers have 0 .. R-1 by replica, and workers R .. R*S-1.
         """
         if self.is_driver:
             return self.dp_rank

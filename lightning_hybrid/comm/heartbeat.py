@@ -1,11 +1,14 @@
-"""Heartbeats: liveness messages to peers that wait for this rank.
+"""Heartbeats: messages that tell waiting peers that this rank is alive.
 
-A rank that waits for the next command, or for the answer to one, gives up after the strategy's
-time-out. What its peer does meanwhile may take longer: hours of validation between two commands,
-the capture of a large network before an answer. By its heartbeat the peer is told apart from a
-process that has stopped. That a peer is silent is noticed where a rank waits for it
-(``comm/connections.py``), and that a process was killed by the rank that has started it
-(``process/killed_ranks.py``).
+A rank that waits for the next command, or for the answer to a command, gives up after the
+strategy's time-out. What its peer does meanwhile possibly takes longer: hours of validation between
+two commands, the capture of a large network before an answer. Heartbeats distinguish a busy peer
+from a process that has stopped.
+
+Other losses are noticed elsewhere: over gloo a lost or silent peer by the rank that waits for it
+(``comm/connections.py``), over NCCL a lost rank by ``comm/nccl_guard.py``, a killed process by the
+rank that has started it (``process/killed_ranks.py``), and a stopped process by
+``process/faults.py``.
 """
 
 import threading
@@ -22,14 +25,14 @@ _BEATS_PER_TIMEOUT = 4
 
 
 class Heartbeat:
-    """A thread that regularly sends :class:`StillAlive` to peers.
+    """A thread that regularly sends :class:`StillAlive` to peers; it starts when this is made.
 
     Args:
         channels: channels to the peers.
         timeout: how long the peers wait before they give up.
 
     Attributes:
-        on: whether messages are sent: the peers wait for this rank.
+        on: whether messages are sent. Set it to false while no peer waits for this rank.
     """
 
     def __init__(self, channels: Sequence[Channel], timeout: timedelta) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 LARGE_BYTES = 8 * 2**20
-"""Bytes of the messages that measure the bandwidth, and of the all-reduce."""
+"""Size in bytes of the messages that measure the bandwidth, and of the tensor of the all-reduce."""
 _SMALL = 8
 _MANY = 30
 _FEW = 7
@@ -33,7 +33,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> "Spread":
-        """The spread of a list."""
+        """The median and range of a list of measurements, which must not be empty."""
         return cls(median=statistics.median(values), least=min(values), most=max(values))
 
 
@@ -42,9 +42,9 @@ class PairProbe:
     """Latency and bandwidth between two ranks, with traffic in one direction at a time.
 
     Attributes:
-        ranks: the rank that has measured, and the other one.
+        ranks: global ranks: the one that has measured, then the other one.
         latency_s: half the round trip of a message of 8 bytes, in seconds.
-        bandwidth_bytes_per_s: bytes per second of messages of `LARGE_BYTES`, the latency taken off.
+        bandwidth_bytes_per_s: bytes per second of messages of `LARGE_BYTES`, without the latency.
     """
 
     ranks: tuple[int, int]
@@ -55,8 +55,15 @@ class PairProbe:
 def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
     """Measure the link between two ranks by messages to and fro; all ranks call this together.
 
+    Uses the default group of ``torch.distributed``.
+
+    Args:
+        one: global rank of the one that measures.
+        other: global rank of the other one.
+        device: device of this rank, between whose memory and the other's the messages travel.
+
     Returns:
-        The measurement on rank `one`; None on all others.
+        The measurement on rank `one`; ``None`` on all others.
     """
     rank = dist.get_rank()
     dist.barrier()
@@ -88,14 +95,24 @@ def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
 
 
 def probe_all_reduce(device: torch.device) -> Spread:
-    """Seconds of an all-reduce of `LARGE_BYTES` over all ranks, which call this together."""
+    """Measure the seconds of an all-reduce of `LARGE_BYTES`; all ranks call this together.
+
+    Uses the default group of ``torch.distributed``, and memory of ``device``.
+    """
     load = torch.zeros(LARGE_BYTES // 4, device=device)
     dist.barrier()
     return Spread.of(_times(lambda: dist.all_reduce(load), _FEW, device))
 
 
 def probe_flops(device: torch.device, width: int = 1024) -> float:
-    """Measure the FLOP/s of a matrix product in float32, on all ranks at the same time."""
+    """Measure the FLOP/s of a float32 matrix product on this rank's device; all ranks call it.
+
+    All ranks measure at the same time, so that ranks on one host slow each other down.
+
+    Args:
+        device: the device of this rank.
+        width: number of rows and columns of the matrices.
+    """
     a, b = (torch.ones(width, width, device=device) for _ in range(2))
     dist.barrier()
     times = _times(lambda: torch.mm(a, b), _FEW, device)

@@ -39,18 +39,19 @@ CPU = torch.device("cpu")
 WORLD_TIMEOUT = timedelta(days=1)
 _LEAVING_S = 2.0
 _TAGS_OF_A_PLACEMENT = 2**12
-"""Number of wire tags reserved for each placement; those below it are for channels of words."""
+"""Number of wire tags that are reserved for each placement. Channels have tags below this
+number; the k-th placement (from 1) has the tags from k times this number."""
 
 
 def make_group(
     store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: timedelta
 ) -> GroupHandle:
-    """Make a process group, apart from the default one; its ranks call this together.
+    """Make a process group, apart from the default one; all its ranks call this together.
 
     Args:
         store: store that all ranks share.
-        name: name of the group; unique in the store.
-        rank: rank of this process in the group.
+        name: name of the group, equal on its ranks; unique in the store.
+        rank: index of this rank in the group.
         size: number of ranks in the group.
         backend: ``"gloo"`` or ``"nccl"``.
         timeout: time-out of the group's operations.
@@ -66,7 +67,7 @@ def make_group(
 
 
 def backend_on(device: torch.device, name: str) -> str:
-    """The backend for tensors on a device: gloo for CPUs, NCCL for CUDA.
+    """Choose the backend for tensors on a device: ``"gloo"`` for CPUs, ``"nccl"`` for CUDA.
 
     Args:
         device: device of a rank.
@@ -89,7 +90,13 @@ def backend_on(device: torch.device, name: str) -> str:
 
 
 def make_world(store: dist.Store, rank: int, size: int) -> GroupHandle:
-    """Make the gloo group of all ranks, for barriers and broadcasts before and after a run."""
+    """Make the gloo group of all ranks, for use before and after a run; all ranks call it together.
+
+    Args:
+        store: store that all ranks share.
+        rank: global rank of this process.
+        size: number of all ranks.
+    """
     return make_group(store, "world", rank, size, "gloo", WORLD_TIMEOUT)
 
 
@@ -101,7 +108,7 @@ class Mesh(ReplicaWires):
         store: store that all ranks share.
         world: the group of all ranks; see :func:`make_world`.
         backend: the option ``process_group_backend``; see :func:`backend_on`.
-        timeout: time-out of all groups but ``world``.
+        timeout: time-out of all groups but ``world`` and ``scripts``.
         name: name of the mesh; unique in the store.
         device: device of this rank's stages.
 
@@ -110,11 +117,14 @@ class Mesh(ReplicaWires):
         backend: backend of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
         world: gloo group over all ranks, for barriers before and after a run. It exists before any
             rank has coordinates, and :meth:`shutdown` does not close it.
-        control: gloo group over the ranks of one replica, for commands, answers and words.
-        drivers: gloo group over the drivers (``None`` on workers), for objects and CPU tensors.
-        scripts: another one, which waits as long as ``world``: one driver may prepare data.
-        data_parallel: group over the ranks of all replicas with this ``pp_rank``, which have the
-            same stages; for gradients and buffers.
+        control: gloo group over the ranks of this replica, by ``pp_rank``; for commands, answers
+            and words.
+        drivers: gloo group over the drivers, by ``dp_rank``, for objects and CPU tensors; ``None``
+            on workers.
+        scripts: like ``drivers``, with the long time-out of ``world``: one driver possibly prepares
+            data while the others wait.
+        data_parallel: group over the ranks of all replicas with this ``pp_rank``, by ``dp_rank``;
+            they have the same stages. For gradients and buffers.
         survivors: the replicas that go on if one is lost; ``None``: none does.
     """
 
@@ -162,12 +172,12 @@ class Mesh(ReplicaWires):
     def wires(self, devices: Sequence[int]) -> Mapping[int, EdgeWires]:
         """See :meth:`ReplicaWires.wires`.
 
-        The groups of a chain are made in the constructor, those of other placements when first
-        asked for. Each rank makes those of its edges in rising order, so that ranks do not wait for
-        each other in a circle. An edge has two groups, since two directions on one NCCL
-        communicator wait for each other. One byte is sent over each here: NCCL makes a communicator
-        in the first operation, in which each end waits for the other one, and in a pass through the
-        stages the order of first operations could be a circle.
+        The groups of a chain are made in the constructor, those of another placement in the first
+        call for it. Each rank makes the groups of its edges in rising order, so that ranks do not
+        wait for each other in a circle. An edge has two groups, since two directions on one NCCL
+        communicator wait for each other. One byte is sent over each group here: NCCL makes a
+        communicator in the first operation, in which each end waits for the other one. In a pass
+        through the stages these waits could form a circle.
         """
         devices, here = tuple(devices), self.coordinates
         # networks with the same placement share the groups
@@ -193,7 +203,12 @@ class Mesh(ReplicaWires):
         return wires
 
     def _meet(self, wires: EdgeWires, *, sends_activations: bool) -> None:
-        """Exchange a byte with the rank at the other end of an edge, over both its groups."""
+        """Exchange a byte with the rank at the other end of an edge, over both groups of the edge.
+
+        Args:
+            wires: the wires of the edge.
+            sends_activations: whether this rank is the end that sends activations.
+        """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         forth, back = wires.activations, wires.gradients
         for wire, sends in ((forth, sends_activations), (back, not sends_activations)):
@@ -208,34 +223,43 @@ class Mesh(ReplicaWires):
         return group
 
     def _device_group(self, name: str, rank: int, size: int) -> GroupHandle:
-        """Make a group for tensors on the device of the stages."""
+        """Make a group for tensors on the stages' device; its ranks call this together.
+
+        :meth:`abort` aborts it, and :meth:`shutdown` closes it.
+        """
         group = self._group(name, rank, size, self.backend)
         self._on_device.append(group)
         return group
 
     def _replica_group(self, name: str) -> GroupHandle:
-        """Make a group of the ranks of all replicas with this `pp_rank`, and wait for them."""
+        """Make a group over the ranks of all replicas with this ``pp_rank``; they all call it."""
         here = self.coordinates
         group = self._device_group(f"{name}{here.pp_rank}", here.dp_rank, here.replicas)
         self._meet_all(group)
         return group
 
     def _meet_all(self, group: Group) -> None:
-        # (of a type that does not depend on the default one, which a training step may have set)
+        # (float32 on all ranks: a training step possibly has set another default type)
         met = torch.zeros(1, dtype=torch.float32, device=self.device)
         wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
 
     def statistics(self) -> Group:
-        """A group like `data_parallel`, for batch normalisation; made on first use."""
+        """A group like `data_parallel`, for batch normalisation; its ranks call this together.
+
+        It is made in the first call.
+        """
         if self._statistics is None:
             self._statistics = self._replica_group("statistics")
         return self._statistics
 
     def owners(self, copies: Sequence[int]) -> Group:
-        """The group of the ranks of all replicas that have a stage; they call this together.
+        """The group of all ranks, of all replicas, that have a stage; its ranks call it together.
+
+        Its ranks are in the order of the replicas, and in each replica in the order of ``copies``.
 
         Args:
-            copies: ``pp_rank`` of each copy of the stage.
+            copies: ``pp_rank`` of each copy of the stage. For a stage without copies this is
+                `data_parallel`.
         """
         if len(copies) == 1:
             return self.data_parallel
@@ -244,17 +268,28 @@ class Mesh(ReplicaWires):
         return self._copies_group("owners", copies, place, here.replicas * len(copies))
 
     def siblings(self, copies: Sequence[int]) -> Group:
-        """The group of some copies of a stage in this replica; they call this together.
+        """A group of some ranks of this replica, in this order; its ranks call it together.
+
+        They are copies of a stage, or a worker and the driver.
 
         Args:
-            copies: ``pp_rank`` of each of these copies.
+            copies: ``pp_rank`` of each of these ranks; must have this rank.
         """
         place = copies.index(self.coordinates.pp_rank)
         replica = f"siblings{self.coordinates.dp_rank}."
         return self._copies_group(replica, copies, place, len(copies))
 
     def _copies_group(self, kind: str, copies: Sequence[int], rank: int, size: int) -> Group:
-        """The group of this kind over these copies, made on first use by all its ranks together."""
+        """A group on the stages' device, cached by ``kind`` and ``copies``.
+
+        The first call is made by all its ranks together.
+
+        Args:
+            kind: first part of the group's name; distinguishes groups over the same ``copies``.
+            copies: ``pp_rank`` of each rank, or of each rank's copy of a stage.
+            rank: index of this rank in the group.
+            size: number of ranks in the group.
+        """
         name = kind + "-".join(map(str, copies))
         if name not in self._of_copies:
             group = self._device_group(name, rank, size)
@@ -263,9 +298,9 @@ class Mesh(ReplicaWires):
         return self._of_copies[name]
 
     def init_default_group(self) -> None:
-        """Make the default group of ``torch.distributed`` over the drivers, if there are several.
+        """Make the default group of ``torch.distributed`` over the drivers, which call it together.
 
-        Does nothing on a worker, and where a default group exists already.
+        Does nothing on a worker, with one replica, and where a default group exists already.
         """
         here = self.coordinates
         if not here.is_driver or here.replicas == 1 or dist.is_initialized():
@@ -285,7 +320,11 @@ class Mesh(ReplicaWires):
             )
 
     def survive(self, *, survives: bool) -> None:
-        """Before a run: say whether replicas go on in it when one is lost (on all ranks alike)."""
+        """Before a run: set :attr:`survivors` for it. All ranks call it, with the same argument.
+
+        Args:
+            survives: whether the other replicas go on if one is lost during the run.
+        """
         self._runs += 1
         if not survives:
             self.survivors = None
@@ -301,7 +340,12 @@ class Mesh(ReplicaWires):
         )
 
     def living_ranks(self, living: Sequence[int] | None = None) -> list[int]:
-        """The numbers of the processes of all replicas that are left."""
+        """The global ranks of the processes of all replicas that are left, in rising order.
+
+        Args:
+            living: numbers of these replicas; ``None``: those of :attr:`survivors`, or all
+                replicas.
+        """
         here = self.coordinates
         if living is None:
             living = self.survivors.living if self.survivors else range(here.replicas)
@@ -309,9 +353,13 @@ class Mesh(ReplicaWires):
         return [rank for rank in everyone if replace(here, rank=rank).dp_rank in living]
 
     def _go_on_with(self, living: Sequence[int]) -> None:
-        """Make new groups over some replicas, whose ranks call this together.
+        """Make the groups over replicas anew, with these replicas only; all their ranks call it.
 
-        Who refers to a group has the new one from then on.
+        Handles of the old groups get the new groups, so that whoever has a handle uses the new
+        group.
+
+        Args:
+            living: numbers of the replicas that are left (``dp_rank``), in rising order.
         """
         here, name = self.coordinates, f"with {' '.join(map(str, living))}"
         index, size = list(living).index(here.dp_rank), len(living)
@@ -359,10 +407,10 @@ class Mesh(ReplicaWires):
         self._groups.clear()
 
     def abort(self, lost: ConnectionLost | None = None) -> None:
-        """Abort all groups for tensors on the device; may be called from any thread.
+        """Abort all groups for tensors on the device, and the default group; from any thread.
 
         Args:
-            lost: error that later operations of these groups raise.
+            lost: error that later uses of these groups raise; see :meth:`GroupHandle.abort`.
         """
         for group in self._on_device:
             group.abort(lost)
@@ -373,7 +421,7 @@ class Mesh(ReplicaWires):
     def leave(self) -> None:
         """Close groups after a failure of this rank, which wakes ranks that wait for its tensors.
 
-        The control group stays: ranks that wait for a message get the failure as one
+        The control group stays open: ranks that wait for a message get the failure as a message
         (:meth:`ReplicaWires.say_goodbye`).
         """
 

@@ -1,8 +1,8 @@
 """Channels that carry the messages of the protocol between two ranks.
 
-These are commands and answers between a driver and a worker, and words between neighbouring stages.
-A message travels as a frame of integers, followed by pickled bytes and tensors only if it has
-fields that need them: a training step in its steady state pickles nothing.
+They carry commands and answers between a driver and a worker, and words between neighbouring
+stages. A message is sent as a frame of integers. Pickled bytes and tensors follow only if the
+message has fields that need them: a training step in its steady state pickles nothing.
 """
 
 import pickle
@@ -31,13 +31,15 @@ FRAME = _INTEGERS + 2
 padding), and number of the pickled bytes that follow the frame."""
 
 _NOTHING = (0, 0, 0)
-"""Comes before each frame: a small message that was to be sent with the next one. It is the number
-of its class, counted from 1, and up to two integers; 0: there is none."""
+"""Stands before a frame if no small message was kept back to be sent with it
+(:meth:`Channel.send_with_next`). Else there stand the number of the small message's class,
+counted from 1, and its fields as two integers."""
 
 _TENSORS = "tensors"
 
 _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-"""All types of tensors; in a frame stands the number of one."""
+"""All types of tensors. A frame holds a type as its index in this list, which is the same on all
+ranks."""
 
 _TO_INTEGER: dict[type, Callable[[Any], int]] = {
     int: int,
@@ -60,11 +62,12 @@ class _Layout:
 
     Attributes:
         number: index of the class in ``MESSAGES``.
-        integers: names of the fields in the frame.
-        kinds: type of each of them.
+        integers: names of the fields that are sent as integers in the frame.
+        kinds: type of each of these fields.
         pickled: names of the fields that are pickled.
-        defaults: default of each of these; if all have their default, nothing is pickled.
-        tensors: whether the message has tensors, which follow.
+        defaults: default of each of the pickled fields; if all have their default, nothing is
+            pickled.
+        tensors: whether the message has a field ``tensors``, whose tensors follow.
     """
 
     number: int
@@ -96,8 +99,12 @@ _LAYOUTS = {kind: _Layout.of(number, kind) for number, kind in enumerate(MESSAGE
 def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
     """Encode a message as a frame, pickled bytes and tensors, which are sent in this order.
 
-    Deferred tensors get no memory here: the sender makes their numbers one by one. A sparse tensor
-    (for instance a buffer with the graph of a graph network) is pickled.
+    Deferred tensors get no memory here: the sender makes their numbers later, one by one
+    (:func:`ready`). A sparse tensor (for instance a buffer with the graph of a graph network) is
+    among the pickled bytes.
+
+    Returns:
+        The frame, `FRAME` integers; the bytes, possibly none; the dense tensors.
     """
     layout = _LAYOUTS[type(message)]
     values = [
@@ -134,14 +141,16 @@ def _are_defaults(values: Sequence[Any], defaults: Sequence[Any]) -> bool:
 
 
 Specs = dict[str, TensorSpec | Tensor]
-"""The spec of each tensor of a message by name; of a sparse one, the tensor itself."""
+"""By name of each tensor of a message: its spec, if it follows the message; a sparse tensor
+itself."""
 
 
 def decode(frame: Sequence[int], data: bytes) -> tuple[type[Message], dict[str, Any], Specs]:
     """Decode a frame and the pickled bytes that :func:`encode` has made.
 
     Returns:
-        The class of the message, its fields by name but for tensors, and the specs of these.
+        The class of the message; its fields by name, without ``tensors`` (a field that is missing
+        has its default); the specs of its tensors.
     """
     kind = MESSAGES[frame[0]]
     layout = _LAYOUTS[kind]
@@ -157,7 +166,10 @@ def decode(frame: Sequence[int], data: bytes) -> tuple[type[Message], dict[str, 
 
 
 def ready(tensor: Tensor) -> Tensor:
-    """The tensor to send: contiguous, on the CPU; the numbers of a deferred tensor are made."""
+    """Make a tensor ready to be sent: contiguous, on the CPU, detached; a copy if it is not so yet.
+
+    The numbers of a deferred tensor are made for that, in new memory.
+    """
     value = value_of(tensor).cpu()
     return _contiguous(value).laid_out(value)
 
@@ -171,10 +183,10 @@ T = TypeVar("T", bound=Message)
 class Channel:
     """Sends messages to one peer and receives messages from it, in order.
 
-    Only one thread may send and receive; another one may send :class:`StillAlive` in between.
+    Only one thread may send and receive; another one may call :meth:`send_still_alive` meanwhile.
 
     Args:
-        wire: wire to the peer, for this channel alone.
+        wire: wire to the peer, which nothing else uses.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -186,8 +198,8 @@ class Channel:
         self._beats: list[Transfer] = []
         self._left: Failure | None = None
         self._rest: Iterator[tuple[str, Tensor]] = iter(())
-        self._waiting = _NOTHING  # what goes with the next message
-        self._behind: list[int] = []  # the frame of a message that has come with one before it
+        self._waiting = _NOTHING  # the small message that was kept back
+        self._behind: list[int] = []  # a frame that was received with a small message before it
 
     @property
     def peer(self) -> str:
@@ -195,12 +207,12 @@ class Channel:
         return self._wire.peer
 
     def send(self, message: Message, *, last: bool = False) -> None:
-        """Send a message; waits only while the peer has much of what was sent still to receive.
+        """Send a message. Waits only while the peer has not received much of what was sent before.
 
         Args:
             message: the message.
-            last: whether it is the last one: then no wait, as a peer that has failed too would
-                never receive what was sent before.
+            last: whether it is the last message. Then this does not wait: a peer that has failed
+                too would never receive what was sent before.
 
         Raises:
             ConnectionLost: the peer is gone.
@@ -215,10 +227,14 @@ class Channel:
                     self._wait_for_oldest()
 
     def send_with_next(self, message: Message) -> None:
-        """Send a message together with the next one: a transfer less, if nobody waits for it.
+        """Keep a small message back, and send it in one transfer with the next one.
+
+        If a message is kept back already, both are sent now. For messages whose effect nobody waits
+        for.
 
         Args:
-            message: one that a frame has as a whole, with at most two fields.
+            message: a message without pickled fields and tensors, and with at most two other
+                fields.
         """
         if self._waiting != _NOTHING:
             self.send(message)
@@ -228,19 +244,21 @@ class Channel:
         self._waiting = number + 1, one, other
 
     def send_still_alive(self) -> None:
-        """Tell the peer that this rank is busy; may be called from any thread.
+        """Tell the peer that this rank is busy, without waiting; may be called from any thread.
 
-        The peer's :meth:`receive` skips this message.
+        The peer's :meth:`receive` skips this message, and waits for the next one with a new
+        time-out.
         """
         with self._lock:
-            # Nobody waits for the transfer, since the peer may not receive for long; but it must be
-            # kept, since one that is dropped is not sent.
+            # Nobody waits for the transfer, since the peer possibly receives much later; but it is
+            # kept, since a transfer that is dropped is not sent.
             self._beats.append(self._wire.send(self._beat))
 
     def receive(self, kind: type[T]) -> T:
-        """Wait for the next message.
+        """Wait for the next message, and return it. Messages of heartbeats are skipped.
 
-        Its tensors are received when they are iterated over, which must be before the next call.
+        Its tensors are received when they are iterated over, which must be done before the next
+        call; those that are left then are dropped.
 
         Args:
             kind: class that the message must have.
@@ -323,9 +341,11 @@ class Channel:
 def _tensors_of(message: Message, before: tuple[int, int, int]) -> Iterator[Tensor]:
     """The tensors to send for a message, in order: frame, pickled bytes, then its own tensors.
 
+    The message's own tensors are made ready one by one, when the result is iterated over.
+
     Args:
         message: the message.
-        before: what goes before its frame; see `_NOTHING`.
+        before: the integers that stand before its frame; see `_NOTHING`.
     """
     frame, data, tensors = encode(message)
     head = [torch.tensor([*before, *frame])]
@@ -336,9 +356,13 @@ def _tensors_of(message: Message, before: tuple[int, int, int]) -> Iterator[Tens
 
 
 def _made_ready(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Make the tensors of a message ready one by one; zeros for those that fail, then the error.
+    """Make the tensors of a message ready one by one; in the place of one that fails, yield zeros.
 
-    The peer knows from the frame how many come, and would take the next message for missing ones.
+    The peer knows from the frame how many tensors come, and would take the next message for a
+    missing one. Empty tensors are left out, as the peer knows, too.
+
+    Raises:
+        Exception: after the last tensor: the first error that making one ready has raised.
     """
     failure: Exception | None = None
     for tensor in tensors:

@@ -1,10 +1,10 @@
 """Detect a lost rank of a replica that communicates over NCCL.
 
 A rank that waits for a peer over gloo gets an error at once when the peer is gone. Over NCCL the
-device waits, and in the next ``loss.item()`` the host with it; neither gets an error before the
-time-out, when torch's watchdog ends the process. So a thread on each rank of a replica listens over
-gloo to the next rank. If that is lost or has failed, the thread aborts the NCCL operations of this
-rank and tells the previous rank, whose thread does the same.
+device waits, and in the next ``loss.item()`` the host waits for the device; neither gets an error
+before the time-out, when torch's watchdog ends the process. So a thread on each rank of a replica
+listens over gloo to the next rank. If the next rank is lost or has failed, the thread aborts the
+NCCL operations of its own rank and tells the previous rank, whose thread does the same.
 """
 
 from contextlib import suppress
@@ -15,11 +15,13 @@ from lightning_hybrid.comm.connections import ConnectionLost, Transfer
 from lightning_hybrid.comm.mesh import Mesh
 from lightning_hybrid.comm.threads import BackgroundThread
 
-_TAG = 2**12 - 1  # neither that of a channel for words nor of a placement
+_TAG = 2**12 - 1  # neither the tag of a channel for words nor of a placement
 
 
 class Guard:
-    """A thread that listens to the next rank of the replica during one run.
+    """A thread that listens to the next rank of the replica during one run; it starts at once.
+
+    The last rank's next rank is the first one. Each rank of the replica must make a guard.
 
     Args:
         mesh: the process groups of this rank.
@@ -35,12 +37,21 @@ class Guard:
 
     @classmethod
     def where_needed(cls, mesh: Mesh) -> "Guard | None":
-        """Make a guard if the mesh uses NCCL; ``None`` if gloo notices, or the rank is alone."""
+        """Make a guard if this rank needs one.
+
+        Returns:
+            The guard; ``None``: the mesh uses gloo, which notices a lost rank itself, or the
+            replica has no other rank.
+        """
         alone = mesh.coordinates.ranks_per_replica == 1
         return None if alone or mesh.backend == "gloo" else cls(mesh)
 
     def close(self, *, failed: bool = False) -> None:
-        """Tell the previous rank that the run is over here, and whether this rank has failed."""
+        """Tell the previous rank that the run is over here. Only the first call has an effect.
+
+        Args:
+            failed: whether this rank has failed; then the previous rank aborts its operations, too.
+        """
         if self._said is None:
             with suppress(RuntimeError):  # ConnectionLost, or the error of a closed group
                 self._said = self._before.send(torch.tensor([failed]))

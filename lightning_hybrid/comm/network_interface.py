@@ -1,9 +1,9 @@
-"""Choose the network interface that the store and gloo listen on: no other than the run needs.
+"""Choose the network interface that the store and gloo listen on: only one that the run needs.
 
-The store and the groups of ``torch.distributed`` authenticate nobody. If all ranks are on one
-host, they listen on the loopback interface; otherwise on the one that leads to the main host. (By
-default the store listens on all interfaces, and gloo on that of the host's own name, which on many
-machines is the loopback interface, where ranks of other hosts do not find it.)
+The store and the groups of ``torch.distributed`` authenticate nobody. If all ranks are on one host,
+they listen on the loopback interface; otherwise on the interface that leads to the main host. (By
+default the store listens on all interfaces, and gloo on the interface of the host's own name. On
+many machines that is the loopback interface, where ranks of other hosts do not find it.)
 """
 
 import os
@@ -21,7 +21,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class _ChosenInterface:
-    """The choice of this process.
+    """The choice of this process, which :func:`choose_interface` sets.
 
     Attributes:
         interface: name of the interface for gloo; ``None`` leaves the choice to gloo or the user.
@@ -32,9 +32,10 @@ class _ChosenInterface:
 
 @contextmanager
 def chosen_interface() -> Iterator[None]:
-    """Inside, gloo groups are made on the interface of the last :func:`choose_interface`.
+    """Context in which gloo makes groups on the interface of the last :func:`choose_interface`.
 
-    It is set in the environment, the only way that gloo has, and removed afterwards.
+    The interface is set in the environment, the only way that gloo has, and removed at the end.
+    Does nothing if none was chosen, or the user has set one there.
     """
     name = _ChosenInterface.interface
     if name is None or _VARIABLE in os.environ:
@@ -48,10 +49,12 @@ def chosen_interface() -> Iterator[None]:
 
 
 def choose_interface(address: str, port: int, hosts: int) -> None:
-    """Choose which interface gloo uses in :func:`chosen_interface`, unless the user has done so.
+    """Choose for :func:`chosen_interface` the interface by which this host reaches ``address``.
+
+    Nothing is chosen if the user has set one in the environment, or if the system is not Linux.
 
     Args:
-        address: address of the main host.
+        address: address or name of the main host.
         port: any port; nothing is sent to it.
         hosts: number of hosts. If there are several and ``address`` leads to the loopback
             interface, as a host's own name often does, nothing is chosen.
@@ -72,17 +75,17 @@ def choose_interface(address: str, port: int, hosts: int) -> None:
 
 
 def bound_to(address: str, port: int, hosts: int) -> int | None:
-    """Make a listening socket for the store, on the interface of ``address`` alone.
+    """Make a listening socket for the store, only on the interface that has ``address``.
 
     Args:
-        address: address of the main host, on which this process runs.
+        address: address or name of the main host; called on that host.
         port: port of the store.
         hosts: number of hosts.
 
     Returns:
-        The socket's file descriptor, which the store takes over. ``None`` if ``address`` is not one
-        of this host's, or is the loopback interface's though there are several hosts; then the
-        store shall listen on all interfaces, its default.
+        The socket's file descriptor, which the store takes over. ``None`` if this host cannot
+        listen there (it has no such address), or if the address is the loopback interface's though
+        there are several hosts; then the store is to listen on all interfaces, its default.
     """
     with suppress(OSError):
         # the address may be a name, and of either version of IP
@@ -103,7 +106,12 @@ def bound_to(address: str, port: int, hosts: int) -> int | None:
 
 
 def _address_of(name: str, probe: socket.socket) -> str | None:
-    """The IPv4 address of the interface ``name``, asked for through any socket (Linux)."""
+    """Ask the system (Linux) for the IPv4 address of the interface ``name``; ``None``: it has none.
+
+    Args:
+        name: name of the interface.
+        probe: any open socket.
+    """
     import fcntl  # here, since not every system has it
 
     try:

@@ -1,10 +1,9 @@
 """The messages between the ranks of a replica, one frozen dataclass each.
 
-* A :class:`Command` goes from a driver to its workers, which carry commands out in order; one that
-  is ``answered`` gets an :class:`Answer` back.
-* A :class:`StageMessage` goes from a stage to the one before or behind it, on the queue of their
-  link.
-* :class:`StillAlive` and :class:`Leaving` may come between any two others; the channel itself
+* A :class:`Command` goes from a driver to its workers, which carry commands out in order; a command
+  whose class is ``answered`` gets an :class:`Answer` back.
+* A :class:`StageMessage` goes from a stage to a neighbouring stage, on the queue of their link.
+* :class:`StillAlive` and :class:`Leaving` possibly come between any two others; the channel itself
   handles them.
 
 Messages with ``in_frame`` are part of every training step: their fields of the types in `IN_FRAME`
@@ -12,10 +11,10 @@ are sent in a frame of integers of fixed size. All other fields are pickled toge
 one of them differs from its default. Of a field ``tensors`` the specs are pickled, and the tensors
 follow unpickled.
 
-To add a command: define its class here, and give :mod:`~lightning_hybrid.worker.worker`,
-:mod:`~lightning_hybrid.worker.worker_weights`, :mod:`~lightning_hybrid.worker.worker_optimizers` or
-:mod:`~lightning_hybrid.worker.worker_shards` a method of its name: ``_take_weights`` carries out
-:class:`TakeWeights`.
+To add a command: define its class here, and give one of :mod:`~lightning_hybrid.worker.worker`,
+:mod:`~lightning_hybrid.worker.worker_weights`, :mod:`~lightning_hybrid.worker.worker_optimizers`
+and :mod:`~lightning_hybrid.worker.worker_shards` a method of its name: ``_take_weights`` carries
+out :class:`TakeWeights`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,19 +31,20 @@ from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import RemoteKind
 
 Tensors = Iterable[tuple[str, Tensor]]
-"""Named tensors. The receiver gets an iterator, which receives them one by one."""
+"""Named tensors. The sender gives them in an iterable; the receiver gets an iterator, each step
+of which receives one tensor."""
 
 
 IN_FRAME = (int, bool, float, torch.dtype)
-"""Types of fields that a frame of integers takes."""
+"""Types of the fields that can be sent in a frame of integers."""
 
 
 class Message:
     """Base of all messages.
 
     Attributes:
-        in_frame: whether fields of the types in `IN_FRAME` (at most nine) are sent in the message's
-            frame.
+        in_frame: whether the message's fields of the types in `IN_FRAME`, at most nine, are sent in
+            its frame; else they are pickled.
     """
 
     in_frame: ClassVar[bool] = False
@@ -55,7 +55,8 @@ class Answer(Message):
     """A worker's answer to a command.
 
     Attributes:
-        failure: a failure of the worker, now or since its last answer; ``None``: there is none.
+        failure: the first failure of the worker, now or in an earlier command; ``None``: there is
+            none.
         value: the result of the command.
         holds: the result, if it is yes or no.
         tensors: tensors of the result.
@@ -74,10 +75,10 @@ class StageMessage(Message):
 
 @dataclass(frozen=True)
 class Header(StageMessage):
-    """Announces the activations of a micro-batch, which follow.
+    """Sent before the activations of a micro-batch in the first call with a key: describes them.
 
     Attributes:
-        specs: specs of the activations; ``None``: none follow, since a stage has failed.
+        specs: spec of each activation; ``None``: none follow, since a stage has failed.
         uses_rng: whether the sending stage, or one before it, draws random numbers.
     """
 
@@ -98,10 +99,10 @@ class Status(StageMessage):
 
 @dataclass(frozen=True)
 class GradientPattern(StageMessage):
-    """Sent before gradients: which of the activations at a cut get a gradient.
+    """Sent before gradients: which of the activations (or inputs) that a stage got have a gradient.
 
     Attributes:
-        present: for each activation, whether its gradient follows.
+        present: for each activation, in the order of its header, whether its gradient follows.
     """
 
     present: list[bool]
@@ -109,31 +110,35 @@ class GradientPattern(StageMessage):
 
 @dataclass(frozen=True)
 class StillAlive(Message):
-    """Tells that the sender is busy, and has not stopped."""
+    """Tells that the sender is busy but alive: the receiver goes on waiting. Sent by heartbeats."""
 
 
 @dataclass(frozen=True)
 class Leaving(Message):
-    """The last message of a sender that has failed, or was told of a failure."""
+    """The last message of a sender that has failed, or was told of a failure.
+
+    Attributes:
+        failure: the failure, which the receiver raises.
+    """
 
     failure: Failure
 
 
 Hyperparameters = dict[str, Any]
-"""A parameter group of an optimizer, with names in place of its parameters."""
+"""A parameter group of an optimizer, in which names stand for the parameters."""
 
 
 class Command(Message):
     """A message from a driver to its workers, which do what it says.
 
     Attributes:
-        answered: whether the worker sends an answer.
-        goes_with_next: whether it is sent together with the next command, since no rank and no
-            code waits for what it does.
-        joint: whether ranks exchange tensors while they carry it out, so that the others wait for
-            one that fails.
-        outdates: kinds of tensors (such as gradients) that the worker changes: what the driver has
-            fetched of them before is stale.
+        answered: whether the worker sends an :class:`Answer`.
+        goes_with_next: whether it is sent together with the next command, since no rank and no code
+            waits for what it does.
+        joint: whether ranks exchange tensors while they carry it out, so that a rank that fails in
+            it must end its run: the other ranks wait for it.
+        outdates: kinds of tensors (such as gradients) that the worker changes: copies of them that
+            the driver has fetched before are out of date.
     """
 
     answered: ClassVar[bool] = False
@@ -147,14 +152,23 @@ class Command(Message):
 
 @dataclass(frozen=True)
 class NetworkCommand(Command):
-    """A command about one network, by its number."""
+    """A command about one network.
+
+    Attributes:
+        network: number of the network.
+    """
 
     network: int
 
 
 @dataclass(frozen=True)
 class CallCommand(NetworkCommand):
-    """A command about one call of a network, by its number."""
+    """A command about one call of a network.
+
+    Attributes:
+        network: number of the network.
+        call: number of the call among the network's calls.
+    """
 
     call: int
 
@@ -164,11 +178,12 @@ class Placement:
     """On which ranks the stages of a network are, and how they are scheduled.
 
     Attributes:
-        devices: ``pp_rank`` of each stage, or of all its copies; that of the last is 0, the driver.
-        owned: for each stage, the names in the network of the parameters and buffers that its rank
-            owns.
+        devices: for each stage, the ``pp_rank`` of its rank, or a tuple with the ``pp_rank`` of
+            each of its copies; for the last stage 0, the driver.
+        owned: for each stage, the names in the network of the parameters and buffers that belong to
+            it.
         schedule: name of the schedule.
-        split: numbers of the stages whose backward is split in two (``zero_bubble``).
+        split: numbers of the stages whose backward is split in two (``zero_bubble``, ``1f1b``).
         recompute: whether activations are recomputed in the backward instead of being kept.
     """
 
@@ -180,9 +195,10 @@ class Placement:
 
     @property
     def collects(self) -> bool:
-        """Whether the driver has a copy of the last stage with layers.
+        """Whether the last stage has no layers, and only collects outputs on the driver.
 
-        Then a further stage without layers follows, on the driver alone, which collects outputs.
+        It is there if the stage before it, which has the network's last layers, has copies, one of
+        them on the driver.
         """
         before = self.devices[-2] if len(self.devices) > 1 else 0
         return not isinstance(before, int) and 0 in before
@@ -196,19 +212,23 @@ class Placement:
         split: Sequence[int] = (),
         recompute: bool = False,
     ) -> "Placement":
-        """The placement of stages with this code; the other arguments are as the attributes."""
+        """Make the placement of stages with this code; other arguments are as the attributes."""
         owned = tuple([frozenset(code.owned) for code in codes])
         return cls(tuple(devices), owned, schedule, tuple(split), recompute)
 
 
 @dataclass(frozen=True)
 class CutNetwork(NetworkCommand):
-    """Make this rank's stages of a network, or of another graph of a network that is cut already.
+    """Make this rank's stages of a network, or of another captured graph of a network that it has.
+
+    All ranks of the replica link their stages in it, and wait for each other.
 
     Attributes:
-        network: number of the network; if the worker has it already, this is another graph of it.
-        name: the network's dotted name in the LightningModule; empty for the LightningModule.
-        stages: code of the rank's stages, by number of the stage.
+        network: number of the network; if the worker has it already, the stages are of another
+            graph.
+        name: the network's dotted name in the LightningModule; empty for the LightningModule
+            itself.
+        stages: by number of the stage, the code of each stage of this rank.
         placement: ranks of all stages.
         seed: seed of the random numbers inside the network.
     """
@@ -233,10 +253,11 @@ class Forward(CallCommand):
         ahead: whether it belongs to a later batch and runs early (streamed schedules): optimizers
             may step between it and its backward, and what it writes to buffers stays hidden until
             :class:`CommitEarlyForward`.
-        new_key: the key itself, if the worker may not have it yet.
+        new_key: the key itself, if the worker possibly does not have it yet; else ``None``.
         again: whether the call has run before: what it writes to buffers is not kept.
         averages: whether gradients that backwards inside of the call leave aside are averaged over
-            the replicas, beside the last of these. (A call without such backwards has none.)
+            the replicas while the call runs. (A call without such backwards only takes part in the
+            averaging.)
     """
 
     in_frame = True
@@ -254,20 +275,24 @@ class Forward(CallCommand):
 
 @dataclass(frozen=True)
 class Backward(CallCommand):
-    """Run a backward pass of a call, or add what backwards inside of the call have left aside.
+    """Run a backward pass of a call.
+
+    If backwards have run inside of the call (schedule ``1f1b``), only add the gradients that they
+    have left aside.
 
     Attributes:
         pattern: number of the pattern that says which outputs of the network have a gradient.
-        exchange: whether the pattern is new, so that words about it are sent with the gradients.
-        parameters: whether parameters get gradients (not under ``torch.autograd.grad``).
-        keep: ``retain_graph``.
+        exchange: whether the pattern is new, so that a :class:`GradientPattern` is sent before
+            gradients.
+        parameters: whether parameters get gradients (under ``torch.autograd.grad`` they do not).
+        keep: ``retain_graph``: whether another backward of this call possibly follows.
         input_gradient: whether the driver wants the gradient of the inputs.
         reduce: whether gradients are averaged over the replicas, overlapped with the last
             micro-batch.
         trainable: ``requires_grad`` of every parameter, if it has changed since the forward:
-            parameters frozen since get no gradient. ``None``: as in the call's key.
-        averaged: whether the averages of what was left aside are to be taken, which were begun
-            inside of the call.
+            parameters frozen since then get no gradient. ``None``: as in the call's key.
+        averaged: whether to add, in the place of gradients that were left aside, the averages of
+            them that were begun inside of the call.
     """
 
     in_frame = True
@@ -285,16 +310,16 @@ class Backward(CallCommand):
 
 @dataclass(frozen=True)
 class FreeCall(CallCommand):
-    """Free what was kept for the backward of a call, which will not come."""
+    """Free what was kept for the backward of a call: no backward of it will come."""
 
     in_frame = True
 
 
 @dataclass(frozen=True)
 class CommitEarlyForward(CallCommand):
-    """Apply to the buffers what an early forward (streamed schedules) has written to them.
+    """Apply to the buffers what a call's early forward (streamed schedules) has written to copies.
 
-    Sent when its batch has its turn, in which one device would write them.
+    Sent when the call has its turn: where one device would write to the buffers.
     """
 
     in_frame = True
@@ -303,14 +328,17 @@ class CommitEarlyForward(CallCommand):
 
 @dataclass(frozen=True)
 class DropEarlyForward(CallCommand):
-    """Discard an early forward (streamed schedules) and its effects: its call will not come."""
+    """Discard a call's early forward (streamed schedules), and what it has written to copies.
+
+    Sent when the call will not have its turn.
+    """
 
     in_frame = True
 
 
 @dataclass(frozen=True)
 class Reduce(NetworkCommand):
-    """Average the gradients of a network over the replicas."""
+    """Average the gradients of a network over the replicas; the workers of all replicas get it."""
 
     in_frame = True
     joint = True
@@ -319,17 +347,20 @@ class Reduce(NetworkCommand):
 
 @dataclass(frozen=True)
 class AwaitSums(Command):
-    """Wait for the sums of gradients over the replicas; the answer is whether all are complete."""
+    """Wait until this rank's sums of gradients over the replicas have ended.
+
+    ``Answer.holds`` is whether all of them are complete; if a replica is lost, they are not.
+    """
 
     answered = True
 
 
 @dataclass(frozen=True)
 class SumAgain(Command):
-    """Replicas are lost: sum up gradients again over those that are left.
+    """Replicas are lost: make groups without them, and sum up the same gradients again.
 
     Attributes:
-        living: numbers of these.
+        living: numbers of the replicas that are left (``dp_rank``).
     """
 
     living: tuple[int, ...]
@@ -342,7 +373,7 @@ class TakeAverages(Command):
     """All replicas have all sums: write the averages into the gradients.
 
     Attributes:
-        scale: what they are multiplied with.
+        scale: factor that the averages are multiplied with.
     """
 
     scale: float
@@ -352,7 +383,7 @@ class TakeAverages(Command):
 
 @dataclass(frozen=True)
 class HoldHooks(NetworkCommand):
-    """Remove the user's hooks from the weights of a network, before a backward pass."""
+    """Take the user's hooks off the weights of a network, before a backward pass."""
 
     in_frame = True
 
@@ -362,7 +393,7 @@ class ReleaseHooks(NetworkCommand):
     """Put the user's hooks on weights back after a backward pass.
 
     Attributes:
-        call: whether they are called then: the pass went well.
+        call: whether to call the hooks then with the pass's gradients; false after an error.
     """
 
     in_frame = True
@@ -374,10 +405,11 @@ class ReleaseHooks(NetworkCommand):
 
 @dataclass(frozen=True)
 class SynchronizeBuffers(Command):
-    """Give every replica the buffers of replica 0.
+    """Give every replica the buffers of replica 0; the workers of all replicas get it.
 
     Attributes:
-        state: only those that training reads.
+        state: whether to send only the buffers that training reads
+            (:func:`~lightning_hybrid.stage.gradient_averaging.state_buffers`); else all.
     """
 
     in_frame = True
@@ -388,7 +420,7 @@ class SynchronizeBuffers(Command):
 
 @dataclass(frozen=True)
 class ShareWeights(NetworkCommand):
-    """Give every replica the weights of replica 0."""
+    """Give every replica the weights and buffers of replica 0; workers of all replicas get it."""
 
     joint = True
 
@@ -404,8 +436,9 @@ class TakeOptimizers(Command):
         fresh: numbers of the optimizers of which the worker drops the states that it has.
         data: the optimizers, as written by :func:`lightning_hybrid.state.optimizers.ship`.
         tensors: large tensors of their states, in the order in which they are needed.
-        replica_of: by name of a parameter, the replica that steps it; every replica steps a
-            parameter that is not named.
+        replica_of: by name of a parameter, the number of the replica that steps it, if replicas
+            divide the states of optimizers; a parameter that is missing is stepped by every
+            replica.
     """
 
     fresh: tuple[int, ...]
@@ -416,7 +449,11 @@ class TakeOptimizers(Command):
 
 @dataclass(frozen=True)
 class OptimizerCommand(Command):
-    """A command about one optimizer, by its number."""
+    """A command about one optimizer.
+
+    Attributes:
+        optimizer: number of the optimizer.
+    """
 
     optimizer: int
 
@@ -435,7 +472,7 @@ class WriteStates(OptimizerCommand):
 
 @dataclass(frozen=True)
 class ZeroGrad(OptimizerCommand):
-    """Clear the gradients of an optimizer.
+    """Clear the gradients of an optimizer's parameters.
 
     Attributes:
         set_to_none: whether gradients are set to ``None``; else they are filled with zeros.
@@ -449,11 +486,11 @@ class ZeroGrad(OptimizerCommand):
 
 @dataclass(frozen=True)
 class StepOptimizer(OptimizerCommand):
-    """Step an optimizer.
+    """Step an optimizer. A worker that has failed before does not step.
 
     Attributes:
-        groups: parameter groups, if they have changed; else ``None``.
-        precision: precision of this step and those after it, if it has changed; else ``None``.
+        groups: parameter groups, if they have changed since the last step; else ``None``.
+        precision: precision of this step and of those after it, if it has changed; else ``None``.
     """
 
     in_frame = True
@@ -464,7 +501,7 @@ class StepOptimizer(OptimizerCommand):
 
 @dataclass(frozen=True)
 class GradientNorm(OptimizerCommand):
-    """Answer with the norms of an optimizer's gradients, as one tensor.
+    """Answer with the norms of this rank's gradients of an optimizer, as one tensor.
 
     Attributes:
         order: p of the p-norm; ``inf`` for the largest magnitude.
@@ -477,12 +514,12 @@ class GradientNorm(OptimizerCommand):
 
 @dataclass(frozen=True)
 class ClipNorm(OptimizerCommand):
-    """Scale the gradients of an optimizer so that their common norm is at most ``max_norm``.
+    """Scale this rank's gradients of an optimizer by ``max_norm / total``, if that is below 1.
 
     Attributes:
-        max_norm: the bound.
-        total: the norm of the gradients of all ranks.
-        dtype: its type.
+        max_norm: upper bound of the norm that all ranks' gradients have together.
+        total: the norm that they have now.
+        dtype: type of the tensor that ``total`` is made to.
     """
 
     in_frame = True
@@ -494,7 +531,7 @@ class ClipNorm(OptimizerCommand):
 
 @dataclass(frozen=True)
 class ClipValues(OptimizerCommand):
-    """Clamp the gradients of an optimizer to [-bound, bound]."""
+    """Clamp the gradients of an optimizer's parameters to [-bound, bound]."""
 
     in_frame = True
     outdates = frozenset({RemoteKind.GRADIENT})
@@ -503,7 +540,7 @@ class ClipValues(OptimizerCommand):
 
 @dataclass(frozen=True)
 class Unscale(OptimizerCommand):
-    """Multiply the gradients of an optimizer by ``factor``; answer whether one is not finite."""
+    """Multiply an optimizer's gradients by ``factor``; answer whether one of them is not finite."""
 
     answered = True
     in_frame = True
@@ -516,10 +553,10 @@ class Unscale(OptimizerCommand):
 
 @dataclass(frozen=True)
 class TakeSwitches(Command):
-    """Compute with the driver's settings of torch from now on.
+    """Set torch's settings as on the driver, for all later commands.
 
     Attributes:
-        values: what :func:`~lightning_hybrid.comm.switches.switches` has returned.
+        values: what :func:`~lightning_hybrid.comm.switches.switches` has returned on the driver.
     """
 
     values: Switches
@@ -527,10 +564,10 @@ class TakeSwitches(Command):
 
 @dataclass(frozen=True)
 class GiveWeights(Command):
-    """Answer with these parameters and buffers, as tensors.
+    """Answer with parameters and buffers, as ``Answer.tensors``.
 
     Attributes:
-        names: dotted names of the parameters and buffers.
+        names: dotted names of the parameters and buffers in the LightningModule.
     """
 
     answered = True
@@ -539,10 +576,10 @@ class GiveWeights(Command):
 
 @dataclass(frozen=True)
 class GiveTensor(Command):
-    """Answer with one tensor, a weight or a part of an optimizer's state.
+    """Answer with one tensor of this rank, a weight or a part of an optimizer's state.
 
     Attributes:
-        owned: which one, a :class:`lightning_hybrid.state.sharded_checkpoint.Owned`.
+        owned: which tensor, a :class:`lightning_hybrid.state.sharded_checkpoint.Owned`.
     """
 
     answered = True
@@ -570,7 +607,7 @@ class WriteTensors(Command):
 
 @dataclass(frozen=True)
 class OutlineStates(Command):
-    """Answer with the states of an optimizer by parameter name, with tensors that have no values.
+    """Answer with the states of an optimizer by parameter name, whose tensors have no values.
 
     Attributes:
         optimizer: number of the optimizer.
@@ -585,11 +622,12 @@ class SaveShard(Command):
     """Write tensors of this rank to its file of a sharded checkpoint.
 
     The answer is what :func:`lightning_hybrid.state.sharded_checkpoint.write_shard` returns, or the
-    ``OSError`` that it has raised.
+    ``OSError`` that it has raised; with ``staged``, nothing.
 
     Attributes:
         folder: folder of the checkpoint.
-        part: for each key of the checkpoint, which tensor of this rank it stands for.
+        part: by key of the checkpoint, which tensor of this rank is written under it (an
+            ``Owned``).
         staged: whether the worker copies the tensors, answers, and writes the copies later; the
             result of the writing is then left in the folder.
     """
@@ -602,7 +640,7 @@ class SaveShard(Command):
 
 @dataclass(frozen=True)
 class AwaitShards(Command):
-    """Answer when all copies of staged checkpoints (:class:`SaveShard`) are written."""
+    """Answer when all copies that :class:`SaveShard` with ``staged`` has made are written."""
 
     answered = True
 
@@ -612,7 +650,7 @@ class TakeWeights(Command):
     """Set parameters and buffers to new values.
 
     Attributes:
-        tensors: name and new value of each parameter and buffer.
+        tensors: name in the LightningModule and new value of each parameter and buffer.
     """
 
     tensors: Tensors
@@ -620,12 +658,17 @@ class TakeWeights(Command):
 
 @dataclass(frozen=True)
 class LendTensors(Command):
-    """Give the driver these parameters or their gradients, by a group for that alone.
+    """Send the driver parameters or their gradients, from device to device.
+
+    They travel over a group that is for such tensors alone.
+
+    The driver receives them at the same time (``stage/lent_weights.py``).
 
     Attributes:
-        names: of the parameters, dotted; empty: all that the driver uses too (:class:`CutNetwork`).
-        gradients: whether their gradients are meant, which are dense.
-        types: those that the driver has memory of; empty: those of the parameters.
+        names: dotted names of the parameters; empty: all parameters that this rank owns and the
+            driver uses too.
+        gradients: whether to send the gradients of these parameters, which must be there and dense.
+        types: for each parameter, the type in which it is sent; empty: each tensor's own.
     """
 
     in_frame = True
@@ -637,9 +680,10 @@ class LendTensors(Command):
 
 @dataclass(frozen=True)
 class TakeLentGradients(Command):
-    """Add the gradients that the driver has of all weights that this rank owns and it uses too.
+    """Receive gradients from the driver, and add them to those of this rank's parameters.
 
-    They are sent as by :class:`LendTensors`.
+    The driver sends one for each parameter that this rank owns and the driver uses too, from device
+    to device as with :class:`LendTensors`.
     """
 
     in_frame = True
@@ -648,18 +692,18 @@ class TakeLentGradients(Command):
 
 @dataclass(frozen=True)
 class NameGradients(Command):
-    """Answer with the parameters that have a gradient: by name, whether that is dense."""
+    """Answer which of this rank's own parameters have a gradient: by name, whether it is dense."""
 
     answered = True
 
 
 @dataclass(frozen=True)
 class GiveGradients(Command):
-    """Answer with the gradients of these parameters, as tensors.
+    """Answer with the gradients of parameters, as ``Answer.tensors``; a missing one is left out.
 
     Attributes:
         names: dotted names of the parameters.
-        take: whether they are dropped here.
+        take: whether the worker then sets the gradients to ``None``.
     """
 
     answered = True
@@ -672,7 +716,7 @@ class TakeGradients(Command):
     """Set the gradients of some parameters, or add to them.
 
     Attributes:
-        add: whether they are added to the gradients that the parameters have.
+        add: whether to add ``tensors`` to gradients that are there; else they replace these.
         tensors: name of each parameter, and its gradient.
     """
 
@@ -682,7 +726,7 @@ class TakeGradients(Command):
 
 @dataclass(frozen=True)
 class ClearGradients(Command):
-    """Set the gradients of these parameters to ``None``.
+    """Set the gradients of parameters to ``None``.
 
     Attributes:
         names: dotted names of the parameters.
@@ -696,14 +740,18 @@ class ClearGradients(Command):
 
 @dataclass(frozen=True)
 class GiveFailure(Command):
-    """Answer with the failure of an earlier command that had no answer, if there is one."""
+    """Answer only with ``Answer.failure``: whether this worker has failed in an earlier command."""
 
     answered = True
 
 
 @dataclass(frozen=True)
 class GiveReport(Command):
-    """Answer with the report of this name, such as ``free``: free memory of the worker's device."""
+    """Answer with the value of a report.
+
+    Attributes:
+        name: name of the report; ``busy_s``: seconds that the worker has computed.
+    """
 
     answered = True
     name: str
@@ -711,15 +759,18 @@ class GiveReport(Command):
 
 @dataclass(frozen=True)
 class ForgetFailure(Command):
-    """Forget an earlier failure: what the next commands ask for at the end of a run is wanted."""
+    """Forget an earlier failure, so that later answers do not have it.
+
+    Sent when a run has failed, before the driver asks for the weights and states.
+    """
 
 
 @dataclass(frozen=True)
 class End(Command):
-    """End the run, or its stages: others follow in the same run.
+    """End the run of this worker, or only its stages.
 
     Attributes:
-        stages_follow: whether other stages follow.
+        stages_follow: whether the network is cut anew in the same run, so that other stages follow.
     """
 
     answered = True

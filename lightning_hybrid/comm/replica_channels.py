@@ -16,9 +16,11 @@ class EdgeWires(NamedTuple):
     """The wires between two neighbouring stages on different ranks.
 
     Attributes:
-        activations: wire for tensors on the device, from a stage to the next one.
-        gradients: wire for tensors on the device, from the next stage back.
-        host: wire, in both directions, for tensors that stay on the CPU if the device is a GPU.
+        activations: wire for tensors on the stages' device, from the stage before to the stage
+            behind.
+        gradients: wire for tensors on the stages' device, from the stage behind to the stage
+            before.
+        host: wire, in both directions, for tensors that stay on the CPU if that device is a GPU.
     """
 
     activations: Wire
@@ -44,8 +46,9 @@ class ReplicaWires(ABC):
     def wires(self, devices: Sequence[int]) -> Mapping[int, EdgeWires]:
         """The wires of the ring driver -> stage 0 -> ... -> last stage = driver, for a placement.
 
-        Edge k leads from stage k to the next one, or from the last to stage 0. All ranks of a
-        replica call this together.
+        Edge k leads from stage k to the next stage; the last edge leads from the last stage to
+        stage 0. All ranks of a replica call this together; wires that are made already are returned
+        without a wait.
 
         Args:
             devices: ``pp_rank`` of each stage.
@@ -56,10 +59,15 @@ class ReplicaWires(ABC):
 
     @abstractmethod
     def wire(self, pp_rank: int, tag: int) -> Wire:
-        """A wire to another rank of this replica; wires of different tags are independent."""
+        """A wire to another rank of this replica, for CPU tensors; it is made without a wait.
+
+        Args:
+            pp_rank: ``pp_rank`` of the other rank.
+            tag: must be the same on both ranks. Wires with different tags are independent.
+        """
 
     def channel(self, pp_rank: int, tag: int = 0) -> Channel:
-        """The channel to another rank of this replica, made at the first call.
+        """The channel to another rank of this replica; made in the first call, without a wait.
 
         Args:
             pp_rank: ``pp_rank`` of the other rank.
@@ -73,10 +81,12 @@ class ReplicaWires(ABC):
     def say_goodbye(self, failure: Failure) -> None:
         """Send the failure of this rank to its peers in the replica, which raise it on receipt.
 
-        Does not wait for them. Peers that are gone are skipped, and so are groups that this rank
-        has already closed.
+        Does not wait for them. Peers that are gone are skipped, and so are channels over groups
+        that this rank has closed already. Peers are the ranks to which this rank has a channel; a
+        worker's driver, and a driver's workers, in any case.
         """
-        # those over which a worker may wait for a first command, or the driver for a first answer
+        # (also channels not used yet: a worker possibly waits for its first command, or the driver
+        # for a first answer)
         ranks = self.coordinates.ranks_per_replica
         for pp_rank in range(1, ranks) if self.coordinates.is_driver else [0]:
             self.channel(pp_rank)

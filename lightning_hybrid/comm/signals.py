@@ -3,13 +3,13 @@
 Python runs the handler of a signal between any two bytecodes of the main thread. A
 ``KeyboardInterrupt``, or a checkpoint that SLURM's signal asks for, in the middle of a pass through
 the stages would leave messages on the links that nobody receives, and the ranks out of step. So
-functions that exchange messages are marked with :func:`signals_deferred`: a handler runs when the
-outermost of them has returned.
+functions that exchange messages are marked with :func:`signals_deferred`: a handler waits until the
+outermost of these functions has returned.
 
 With several replicas a signal reaches their drivers at different moments. A handler must not wait
-for other drivers, which may wait for this one. And the driver of replica 0, which writes the
-checkpoint, must run its handler first: the others *hold* signals until they have averaged gradients
-with it.
+for other drivers, which possibly wait for this one. And the driver of replica 0, which writes the
+checkpoint, must run its handler first: the other drivers *hold* signals until they have averaged
+gradients with it (:func:`run_pending`).
 """
 
 import signal
@@ -30,11 +30,11 @@ NUMBERS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name
 
 
 class _WaitingSignals:
-    """Which functions of :func:`signals_deferred` the process is in, and the signals that wait.
+    """Which functions of :func:`signals_deferred` the main thread is in, and the signals that wait.
 
     Attributes:
-        depth: number of such functions that the main thread has entered and not left.
-        held: whether signals wait outside of such functions too.
+        depth: number of these functions that the main thread has entered and not left.
+        held: whether signals wait outside of these functions too, until :func:`run_pending`.
         pending: handler, number of the signal and frame of each signal that waits, in order.
     """
 
@@ -44,10 +44,10 @@ class _WaitingSignals:
 
 
 class DeferrableHandler:
-    """A handler that waits if its signal comes in a function of :func:`signals_deferred`.
+    """A handler of a signal that waits if signals are deferred or held when its signal comes.
 
     Args:
-        handler: the handler that was set before.
+        handler: the handler that was set before, which it runs.
         surrounding: makes a context in which the handler runs.
     """
 
@@ -62,13 +62,21 @@ class DeferrableHandler:
             self.run(number, frame)
 
     def run(self, number: int, frame: FrameType | None) -> None:
-        """Run the handler now."""
+        """Run the handler now, in its surrounding context, whether or not signals are deferred.
+
+        Args:
+            number: number of the signal.
+            frame: frame of the main thread in which the signal has come.
+        """
         with self._surrounding():
             self.handler(number, frame)
 
 
 def make_deferrable(surrounding: Surrounding = nullcontext) -> None:
-    """Wrap every handler that runs Python in a :class:`DeferrableHandler`.
+    """Wrap this process's handlers of signals in :class:`DeferrableHandler`.
+
+    Only handlers that are Python functions, for the signals in `NUMBERS`. Does nothing outside of
+    the main thread.
 
     Args:
         surrounding: makes a context in which each handler runs.
@@ -83,7 +91,7 @@ def make_deferrable(surrounding: Surrounding = nullcontext) -> None:
 
 
 def restore_handlers() -> None:
-    """Undo :func:`make_deferrable`, after running the handlers of signals that wait."""
+    """Undo :func:`make_deferrable`: run handlers of waiting signals, and unwrap all handlers."""
     if not _in_main_thread():
         return
     run_pending(hold=False)
@@ -95,7 +103,9 @@ def restore_handlers() -> None:
 
 
 def run_pending(*, hold: bool) -> None:
-    """Run the handlers of the signals that wait.
+    """Run the handlers of the signals that wait, and hold later signals or not.
+
+    Inside of a function of :func:`signals_deferred` they still wait for its end.
 
     Args:
         hold: whether signals that come from now on wait for the next call of this function.
@@ -106,7 +116,10 @@ def run_pending(*, hold: bool) -> None:
 
 
 def signals_deferred(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that exchanges messages: signal handlers wait until it has returned."""
+    """Decorate a function that exchanges messages: signal handlers wait until it has returned.
+
+    If such functions call each other, handlers wait for the outermost one.
+    """
 
     @wraps(function)
     def wrapper(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -133,7 +146,10 @@ def _run_pending() -> None:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Inside, signals are ignored; used on workers, since the driver decides how a run ends."""
+    """Context in which this process ignores the signals in `NUMBERS`; for workers.
+
+    The driver decides how a run ends. Handlers are set back at the end.
+    """
     if not _in_main_thread():
         yield
         return

@@ -2,15 +2,15 @@
 
 The averages of a step are taken by all ranks or by none. Each replica keeps its own gradients
 beside the sums over the replicas. When all its ranks have their sums, its driver votes in the
-store, and the last vote sets the decision of this step to *commit*: then all write the averages
-into their gradients. A driver that hears of a lost replica instead sets the decision, in one atomic
-operation, to the replicas that are left: then all of these make their groups anew without the lost
-one, and sum up again from what they have kept. Weights, optimizers and the user's code notice
-nothing but a smaller batch.
+store, and the last vote sets the decision of this step to *commit*: then all ranks write the
+averages into their gradients. A driver that hears of a lost replica sets the decision instead, in
+one atomic operation, to the replicas that are left: then all ranks of these make their groups anew
+without the lost replica, and sum up again the gradients that they have kept. Weights, optimizers
+and the user's code notice nothing but a smaller batch.
 
-That a replica is lost is said by one place alone, the launcher of rank 0, which has started the
-processes and sees one end. A connection that breaks says nothing: a rank whose user code has raised
-an error breaks its connections, too.
+Only the launcher of rank 0, which has started the processes and sees a process end, says that a
+replica is lost. A broken connection does not say so: a rank whose user code has raised an error
+breaks its connections, too.
 """
 
 import time
@@ -41,15 +41,16 @@ _LOOK_EVERY_S = 0.1
 _NAP_S = 1e-4
 _LONG_NAP_S = 5e-3
 _VERDICT_S = 5.0
-"""How long ranks with a broken connection wait for word of a lost replica, or of a failure."""
+"""How many seconds a rank with a broken connection waits for the news that a replica is lost, or
+that a rank has failed."""
 
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """Inside, the store is asked.
+    """Context (and decorator) of requests to the store.
 
     Raises:
-        ConnectionLost: its host is gone.
+        ConnectionLost: the process that has the store is gone.
     """
     try:
         yield
@@ -60,22 +61,29 @@ def _asking() -> Iterator[None]:
 
 
 class Survivors:
-    """The replicas that are left, as one rank knows them. All ranks make it at the same place.
+    """The replicas that are left in a run, as one rank knows them.
+
+    All ranks make it at the same place in the program. Replicas are numbered by ``dp_rank``. In
+    each step drivers call :meth:`begin_total`, :meth:`has_total` and :meth:`agree`; all ranks call
+    :meth:`start` and :meth:`has_ended` for their sums, and, after a loss, :meth:`go_on_with`.
 
     Args:
         here: coordinates of this rank.
-        store: that all ranks share.
-        drivers: their group; ``None`` on workers.
-        run: name of the run, equal on all ranks.
+        store: store that all ranks share.
+        drivers: the group of the drivers; ``None`` on workers.
+        run: name of the run, equal on all ranks, and other than that of earlier runs.
         timeout: time-out of the groups.
-        renew: makes the groups over replicas anew, of the replicas that are left.
+        renew: makes the groups over replicas anew, with the replicas whose numbers it gets.
 
     Attributes:
-        living: numbers of the replicas that are left.
-        weight: what the batch of this replica weighs in the global batch; of drivers alone.
-        told_to_end: of drivers: whether this one was told to end (SIGTERM); after the averages,
-            whether any was, so that all end in the same step.
-        on_loss: called on a driver when others are left, with the lost ones.
+        living: numbers of the replicas that are left, in rising order.
+        weight: on a driver, set before a step's averages: weight of this replica's batch in the
+            global batch.
+        told_to_end: on a driver, set before a step's averages: whether this driver was told to end
+            (SIGTERM). After :meth:`agree`: whether any driver was, so that all end in the same
+            step.
+        on_loss: called on each rank after a loss, when the other replicas go on, with the numbers
+            of the lost ones. By default it does nothing.
     """
 
     def __init__(
@@ -106,13 +114,17 @@ class Survivors:
     # ------------------------------------------------------------------ the launcher of rank 0
 
     def lose(self, ranks: Collection[int]) -> set[int] | None:
-        """Say that replicas are lost, whose ranks have ended; called in a thread of rank 0.
+        """Tell all ranks that the replicas of some ranks are lost; only on global rank 0.
+
+        Its launcher calls it, in another thread than the main one.
 
         Args:
-            ranks: numbers of processes that have ended with an error.
+            ranks: global ranks of processes that have ended with an error.
 
         Returns:
-            The ranks of these replicas, which are to be ended; ``None``: the run ends.
+            All global ranks of these replicas, whose processes the caller must end. ``None``: the
+            others cannot go on, so the run ends: training is over, a rank has failed, replica 0 is
+            among them, or groups are being made anew.
         """
         replica_of = [
             replace(self._here, rank=rank).dp_rank
@@ -127,7 +139,7 @@ class Survivors:
         return {rank for rank, replica in enumerate(replica_of) if replica in lost}
 
     def end(self) -> None:
-        """Training is over: from now on a lost rank ends the run."""
+        """Note that training is over: from now on :meth:`lose` ends the run."""
         self._over = True
 
     # ------------------------------------------------------------------ what is known
@@ -136,17 +148,20 @@ class Survivors:
         return self._faults.check([FAULT])
 
     def _known(self) -> set[int]:
-        """All replicas that were ever lost in this run."""
+        """Ask the store which replicas were ever lost in this run."""
         if not self._store.check([_LOST]):
             return set()
         return set(map(int, self._store.get(_LOST).decode().split()))
 
     def _lost(self) -> set[int]:
-        """Lost replicas that this rank still counts as living."""
+        """Ask the store which replicas are lost that this rank still has in :attr:`living`."""
         return self._known() & set(self.living)
 
     def _must_stop(self) -> bool:
-        """Whether to wait no longer for a sum; asks the store now and then."""
+        """Whether to give up a sum: a replica is lost, or a rank has failed.
+
+        Asks the store once in `_LOOK_EVERY_S` seconds; in between false.
+        """
         now = time.monotonic()
         if now - self._looked_s < _LOOK_EVERY_S:
             return False
@@ -154,9 +169,11 @@ class Survivors:
         return bool(self._lost()) or self._has_failed()
 
     def await_end(self) -> None:
-        """On a rank that has lost a peer: wait for the launcher, which ends a lost replica.
+        """On a rank that has lost a peer: wait for the launcher, which ends lost replicas.
 
-        It would take what this rank reports for the failure of the run.
+        If this rank's replica is lost, its process is ended here; a report of this rank would be
+        taken for a failure of the run. Returns when a failure is in the store, or after
+        `_VERDICT_S` seconds; at once in replica 0 and after :meth:`end`.
         """
         until = time.monotonic() + _VERDICT_S
         protected = self._over or self._here.dp_rank == 0
@@ -167,7 +184,15 @@ class Survivors:
     # ------------------------------------------------------------------ sums
 
     def start(self, group: Group, tensor: Tensor) -> dist.Work | None:
-        """Begin to sum up a tensor over the replicas; ``None``: a replica is lost."""
+        """Begin to sum up a tensor, in place, over a group, whose ranks call this together.
+
+        Args:
+            group: group of ranks of all replicas.
+            tensor: the tensor, on the device of the group.
+
+        Returns:
+            What :meth:`has_ended` waits for; ``None``: a rank of the group is lost.
+        """
         try:
             return start(group.allreduce, [tensor], peer=ANOTHER_REPLICA)
         except ConnectionLost:
@@ -177,8 +202,11 @@ class Survivors:
     def has_ended(self, work: dist.Work | None) -> bool:
         """Wait for the end of a sum. Returns whether it is complete.
 
-        Unlike a wait inside of the backend this one ends when a replica is lost that is no
-        neighbour of this one in the ring.
+        Also ends, with false, when the store says that a replica is lost or a rank has failed. A
+        wait of the backend would end only if a neighbour in its ring is lost.
+
+        Args:
+            work: from :meth:`start`; ``None``: the sum is not complete.
         """
         if work is None:
             return False
@@ -193,18 +221,22 @@ class Survivors:
         return True
 
     def begin_total(self) -> None:
-        """Begin to sum up what the batches of all replicas weigh."""
+        """On a driver: begin to sum up :attr:`weight` and :attr:`told_to_end` of all drivers."""
         # (a new tensor: an older sum that was given up may still be under way)
         self._total = torch.tensor([self.weight, self.told_to_end], dtype=torch.float64)
         self._work = self.start(self._drivers, self._total)
 
     def has_total(self) -> bool:
-        """Wait for that sum. Returns whether it is complete."""
+        """Wait for the sum of :meth:`begin_total`. Returns whether it is complete."""
         return self.has_ended(self._work)
 
     @property
     def scale(self) -> float:
-        """What averages are multiplied with whose parts were weighted by :attr:`weight`."""
+        """Factor for averages of gradients that each replica has multiplied by its :attr:`weight`.
+
+        It makes of the average over the replicas the weighted mean. On a driver, after
+        :meth:`has_total` was true.
+        """
         total = self._total[0].item()
         return len(self.living) / total if total else 0.0
 
@@ -212,16 +244,18 @@ class Survivors:
 
     @_asking()
     def agree(self, *, complete: bool) -> tuple[int, ...] | None:
-        """Decide with the other drivers whether the averages of this step hold.
+        """Decide with the other drivers whether the averages of this step are valid; all call it.
 
         Args:
             complete: whether all ranks of this replica have all their sums.
 
         Returns:
-            ``None``: they hold. Else the replicas that are left, which sum up again.
+            ``None``: they are valid. Else the numbers of the replicas that are left: all their
+            ranks must call :meth:`go_on_with`, and sum up again.
 
         Raises:
-            ConnectionLost: a rank is gone, or does not answer, and no replica is said to be lost.
+            ConnectionLost: a rank is gone, or does not answer, and the store does not say that a
+                replica is lost.
         """
         key = f"{self._average} {len(self.living)}"
         if complete and self._store.add(f"{key} votes", 1) == len(self.living):
@@ -240,7 +274,7 @@ class Survivors:
                 left = (replica for replica in self.living if replica not in lost)
                 self._store.compare_set(key, "", " ".join(map(str, left)))
                 continue
-            # (no wait of the store's own, which prints lines whenever it ends in vain)
+            # (not the store's own wait, which prints lines whenever it times out)
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONG_NAP_S)
         decision = self._store.get(key).decode()
@@ -251,13 +285,18 @@ class Survivors:
         return None
 
     def go_on_with(self, living: Sequence[int]) -> None:
-        """Make new groups over replicas; all ranks of the replicas that are left call this.
+        """Go on without the lost replicas: make new groups, and set :attr:`living`.
+
+        All ranks of all replicas that are left call this together.
+
+        Args:
+            living: numbers of the replicas that are left.
 
         Raises:
-            ConnectionLost: another one of them is lost.
+            ConnectionLost: one of ``living`` is lost, too.
         """
         lost = set(self.living) - set(living)
-        self._meeting = True  # who is lost in this moment ends the run: others wait for it
+        self._meeting = True  # a loss in this moment ends the run: the others wait for the lost one
         if self._known() & set(living):
             raise ConnectionLost(f"Lost {ANOTHER_REPLICA} while the others went on without one.")
         self._renew(living)

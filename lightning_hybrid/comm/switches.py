@@ -1,7 +1,7 @@
 """Settings of torch for a whole process that decide which kernels compute, and how exactly.
 
-User code sets them in hooks and around calls, on the driver. Workers take them before the next
-command, so that all stages compute alike.
+User code sets them on the driver, in hooks and around calls. Workers get them before the next
+command, so that all stages compute with the same settings.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import backends
 
 Switches = tuple[Any, ...]
-"""The values of all settings of `_SETTINGS`, in their order."""
+"""The values of all settings in `_SETTINGS`, in that order."""
 
 
 def _attributes(owner: Any, *names: str) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
@@ -20,7 +20,7 @@ def _attributes(owner: Any, *names: str) -> list[tuple[Callable[[], Any], Callab
 
 
 def _precision_of_products() -> str | None:
-    # torch refuses to tell it where code has set that of single kinds of products to others
+    # torch raises if code has set other precisions for single kinds of products
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -37,11 +37,11 @@ def _determinism() -> tuple[bool, bool]:
     return enabled, torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-# (typed as less than they have)
+# (their types lack attributes that they have)
 _CUDNN: Any = backends.cudnn
 _MKLDNN: Any = backends.mkldnn
 
-# (what a setting sets besides comes after it: the precision of all products, then of each kind)
+# (in an order for setting: the precision of all products sets that of each kind, which follow)
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
     (_precision_of_products, _set_precision_of_products),
     (_determinism, lambda how: torch.use_deterministic_algorithms(how[0], warn_only=how[1])),
@@ -64,12 +64,16 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
 
 
 def switches() -> Switches:
-    """The settings of this process."""
+    """Read the values of torch's settings that this module lists, in this process."""
     return tuple(read() for read, _ in _SETTINGS)
 
 
 def set_switches(wanted: Switches) -> None:
-    """Give this process the settings of another one."""
+    """Set torch's settings that this module lists, in this process.
+
+    Args:
+        wanted: their values, which :func:`switches` has read in another process.
+    """
     for (read, write), value in zip(_SETTINGS, wanted, strict=True):
         if read() != value:
             write(value)

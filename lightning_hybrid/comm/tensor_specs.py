@@ -15,16 +15,16 @@ from lightning_hybrid.remote import with_memory
 class TensorSpec:
     """Shape, type and strides of a tensor that is sent.
 
-    The result of an operation may depend on strides: ``view`` and ``as_strided`` read them, and
-    convolutions choose an algorithm by them. So the receiver gets the order of dimensions in memory
-    that the sender has, but without gaps between the numbers.
+    The result of an operation possibly depends on strides: ``view`` and ``as_strided`` read them,
+    and convolutions choose an algorithm by them. So the receiver's tensor has its dimensions in the
+    same order in memory as the sender's, but without gaps between the numbers.
 
     Attributes:
         shape: sizes.
         dtype: element type.
         requires_grad: whether the sender wants its gradient back.
-        strides: strides without gaps; ``None`` for a contiguous tensor.
-        on_cpu: whether the tensor is on the CPU, where it then stays on every rank, whatever the
+        strides: strides without gaps, in numbers; ``None`` for a contiguous tensor.
+        on_cpu: whether the tensor is on the CPU. Then it is on the CPU on every rank, whatever the
             device of the stages: a state of a generator, sequence lengths, a Python number.
     """
 
@@ -36,11 +36,12 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, *, gradient: bool = True) -> "TensorSpec":
-        """The spec of ``tensor``.
+        """Make the spec of ``tensor``.
 
         Args:
             tensor: the tensor to send.
-            gradient: ``False`` if no gradient comes back, even if the tensor requires one.
+            gradient: whether its gradient comes back if it requires one; else ``requires_grad`` is
+                false.
         """
         strides = (
             None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
@@ -57,7 +58,10 @@ class TensorSpec:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def empty_for_itself(self) -> Tensor:
-        """An empty CPU tensor, whose memory goes back to the system as soon as it is dropped."""
+        """Make an uninitialised CPU tensor of this spec.
+
+        Its memory goes back to the system as soon as the tensor is dropped.
+        """
         meta = replace(self, on_cpu=False).empty(torch.device("meta"))
         return with_memory(meta, torch.device("cpu"))
 
@@ -66,7 +70,10 @@ class TensorSpec:
         return self.empty(device).zero_()
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """``tensor`` with the strides of this spec: itself, detached, or a copy."""
+        """``tensor``, detached, with the strides of this spec; a copy if it has others.
+
+        A conjugation or negation that torch has put off is carried out.
+        """
         # torch may represent a conjugate or negative lazily, as a flag on another tensor's memory
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if self.strides is None:
@@ -77,16 +84,19 @@ class TensorSpec:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """View the memory of a tensor without gaps as bytes, which every backend can send.
+    """View the memory of a tensor as one dimension of bytes, which every backend can send.
 
-    NCCL refuses 16-bit integers and complex numbers.
+    (NCCL refuses 16-bit integers and complex numbers.)
+
+    Args:
+        tensor: a tensor without gaps between its numbers, in any order of dimensions.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class CallPrecision:
-    """Autocast and default type in a call or step on the driver, for workers to use the same.
+    """Autocast and default type of a call or step on the driver; workers compute with the same.
 
     Attributes:
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -102,7 +112,7 @@ class CallPrecision:
 
     @classmethod
     def current(cls, device: torch.device) -> "CallPrecision":
-        """The precision that this process computes with now."""
+        """Read the precision that this process computes with now, on this kind of device."""
         # autocast is enabled separately for each kind of device
         kind = device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
@@ -110,7 +120,7 @@ class CallPrecision:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, this process computes with this precision."""
+        """Context in which this process computes with this precision."""
         before = torch.get_default_dtype()
         # torch has no context manager for the default type, which is one for the process
         torch.set_default_dtype(self.default_dtype)
@@ -122,26 +132,29 @@ class CallPrecision:
 
 
 Inside = Literal["", "falling", "rising"]
-"""Whether backwards run inside of a call of the network, and in which order its micro-batches."""
+"""The order of micro-batches in a call whose backwards run inside of it, before the user's
+backward: ``"rising"`` or ``"falling"`` numbers; empty: no backwards run inside."""
 
 
 @dataclass(frozen=True)
 class CallKey:
-    """Everything that determines the shapes sent in a call: calls with equal keys exchange none.
+    """All that determines the shapes sent in a call; only a key's first call exchanges shapes.
 
     Attributes:
-        specialization: number of the captured graph. When a value that the network's Python
+        specialization: number of the captured graph. When a value that the network's Python code
             depends on changes, another graph is captured and cut at the same places.
         inputs: for each micro-batch, the specs of the inputs of stage 0.
         numbers: for each micro-batch, the values of the graph's inputs that are Python numbers (see
             :class:`~lightning_hybrid.graph.NetworkGraph`).
         grad: whether the call is differentiable.
         training: whether the network is in training mode.
-        trainable: ``requires_grad`` of every parameter of the network, in its order.
+        trainable: ``requires_grad`` of every parameter of the network, in the order of
+            ``network.parameters()`` (a frozen weight: False).
         precision: autocast and default type of the call.
         continues: whether the call continues the sequence of random numbers of the code around it:
             then the states of the generators are the last inputs, and there is one micro-batch.
-        inside: whether its backwards run inside of it; empty: they do not.
+        inside: whether its backwards run inside of it, and the order of micro-batches; empty: they
+            do not run inside.
     """
 
     specialization: int

@@ -28,8 +28,9 @@ class BackgroundThread(Thread):
         run: function that the thread runs.
         name: name of the thread.
         arguments: arguments of ``run``.
-        awaited: give it a few seconds to end when the process ends. For threads that wait in
-            torch's native code: one that wakes while Python ends (until 3.13) aborts the process.
+        awaited: whether the process, when it ends, gives the thread a few seconds to end. For
+            threads that wait in torch's native code: if such a thread wakes while Python ends
+            (until 3.13), the process aborts.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class BackgroundThread(Thread):
         self._failures: list[RuntimeError] = []
 
     def start(self) -> None:
-        """Start the thread.
+        """Start the thread, and wait until it has begun.
 
         Raises:
             RuntimeError: there is no memory for the stack of a thread.
-            MemoryError: there is memory for the stack, but not for the thread to begin.
+            MemoryError: the thread has not begun within 10 s: there is no memory for its first
+                objects.
         """
         # `Thread.start` may wait for ever: another thread, which nobody waits for, calls it
         _thread.start_new_thread(self._begin, ())
@@ -59,7 +61,10 @@ class BackgroundThread(Thread):
             raise self._failures[0]
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the thread; one that could not start has ended."""
+        """Wait for the end of the thread, at most ``timeout`` seconds; ``None``: for ever.
+
+        Returns at once if the thread could not start.
+        """
         if self.is_alive():
             super().join(timeout)
 
@@ -77,7 +82,13 @@ class BackgroundThread(Thread):
 
 
 def end_process(reason: str) -> None:
-    """Print a line and kill this process, whether or not anybody reads what it prints."""
+    """Print a line on standard error, and kill this process.
+
+    It is killed after a second at most, even if nobody reads what it prints.
+
+    Args:
+        reason: the line.
+    """
 
     def say() -> None:
         with suppress(OSError):
@@ -95,7 +106,7 @@ _AWAITED: WeakSet[Thread] = WeakSet()
 
 @atexit.register
 def _wait() -> None:
-    """Before the process ends, wait a few seconds in all for the threads that are awaited."""
+    """Before the process ends, wait a few seconds in all for the threads that are ``awaited``."""
     until = monotonic() + _ENDS_WITHIN_S
     for thread in filter(Thread.is_alive, list(_AWAITED)):
         thread.join(max(0.0, until - monotonic()))

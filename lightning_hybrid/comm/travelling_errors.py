@@ -6,10 +6,10 @@ of an exception from another rank is a :class:`RemoteError` with that rank's tra
 exception cannot be sent (its class was made inside of a function, and cannot be imported), the
 :class:`RemoteError` itself is raised.
 
-That a peer is gone, or does not answer, can be told by the text of a backend's error alone. gloo
-raises a plain ``RuntimeError``, for a lost connection as for a wrong shape. NCCL raises
-``DistBackendError`` for everything, and its watchdog names what it has ended. The texts are those
-of torch 2.13; ``tests/comm/test_comm_lost_peers.py`` provokes gloo's.
+Only the text of a backend's error tells that a peer is gone, or does not answer. gloo raises a
+plain ``RuntimeError``, for a lost connection as for a wrong shape. NCCL raises ``DistBackendError``
+for everything, and the errors of its watchdog say what it has ended. The texts are those of torch
+2.13; ``tests/comm/test_comm_lost_peers.py`` provokes gloo's.
 """
 
 import base64
@@ -31,7 +31,8 @@ class Failure:
 
     Attributes:
         text: which rank failed, and its traceback.
-        headline: class and message of the exception; ranks that raise alike have equal ones.
+        headline: class and message of the exception. Ranks that raise equal exceptions have equal
+            headlines.
         packed: the exception, pickled, in base64; empty if it cannot be sent.
     """
 
@@ -66,7 +67,11 @@ class Failure:
         return json.dumps(asdict(self))
 
     def exception(self) -> Exception:
-        """Make the exception to raise on this rank; its cause is a :class:`RemoteError`."""
+        """Make the exception to raise on this rank.
+
+        It is the exception that was sent, with a :class:`RemoteError` as its cause; if none was
+        sent, the :class:`RemoteError`, whose message is ``text``.
+        """
         cause = RemoteError(self.text)
         if self.packed:
             with suppress(Exception):  # the class may raise anything when its exception is rebuilt
@@ -77,9 +82,11 @@ class Failure:
 
 
 def told_text(error: BaseException) -> str | None:
-    """The text of the other rank's failure that ``error`` stands for; ``None``: it is this rank's.
+    """The text of the other rank's failure that ``error`` stands for.
 
-    The error is a :class:`RemoteError` with this text, or has one as its cause.
+    Returns:
+        The message of the :class:`RemoteError` that ``error`` is, or that is its cause; ``None``:
+        the error is this rank's own.
     """
     for told in (error, error.__cause__):
         if type(told) is RemoteError:
@@ -88,7 +95,11 @@ def told_text(error: BaseException) -> str | None:
 
 
 def raised(text: str) -> str:
-    """The line of a traceback's text with the error's class and message; else its last line."""
+    """Find in a traceback's text the line with the error's class and message; else its last line.
+
+    Args:
+        text: the text, which must not be empty.
+    """
     lines = text.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     after = lines[frames[-1] + 1 :] if frames else lines[-1:]
@@ -96,9 +107,10 @@ def raised(text: str) -> str:
 
 
 def _pack(error: BaseException) -> bytes:
-    """Pickle an exception for other ranks; empty if it cannot be sent.
+    """Pickle an exception for other ranks; returns no bytes if it cannot be sent.
 
-    Exceptions that end a process (``KeyboardInterrupt``) are not sent: they end that process alone.
+    Attributes that cannot be pickled are left out. Exceptions that end a process
+    (``KeyboardInterrupt``) are not sent: they end that process alone.
     """
     if not isinstance(error, Exception) or isinstance(error, RemoteError):
         return b""
@@ -157,10 +169,10 @@ _LATE = (
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether ``error`` is a backend's error for a lost connection to a peer."""
+    """Whether ``error`` is a backend's error which says that the connection to a peer is lost."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _GONE)
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether ``error`` is a backend's error for a time-out."""
+    """Whether ``error`` is a backend's error which says that a peer has not answered in time."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LATE)

@@ -31,7 +31,21 @@ if TYPE_CHECKING:
 
 
 class BackwardPass(Pass):
-    """A backward pass of one stage, instruction by instruction."""
+    """One backward pass of one stage; the engine calls a method for each instruction.
+
+    Args:
+        engine: runs the stages of this rank.
+        index: index of the stage among this rank's stages.
+        call: the call to go back through.
+        mode: the command, which says what is to be computed.
+        gradients: on the driver, by micro-batch the gradients of the network's outputs; on a
+            worker, not read. For backwards inside of a call a dict, to which the forward pass adds
+            those of each micro-batch.
+
+    Attributes:
+        inputs: on the driver, per micro-batch the gradients of the network's inputs; empty lists
+            until they are received.
+    """
 
     def __init__(
         self,
@@ -43,7 +57,7 @@ class BackwardPass(Pass):
     ) -> None:
         super().__init__(engine, index, call)
         self.mode = mode
-        # of a rank with several stages this one's backward comes last
+        # if the rank has several stages, the backward of the first one comes last
         self._reduces_last = index == 0
         self.gradients = gradients
         self.inputs: list[Gradients] = [[] for _ in range(call.key.microbatches)]
@@ -61,8 +75,8 @@ class BackwardPass(Pass):
         self.expected[microbatch] = self._post(microbatch)
 
     def receive_gradient(self, microbatch: int) -> None:
-        # what got no gradient did not travel; autograd is to see None there, as on one device, for
-        # zeros would make gradients (and optimizer states) where one device has none
+        # An output without a gradient did not travel. Autograd must get None for it, as on one
+        # device: zeros would make gradients (and optimizer states) where one device has none.
         present, arrived = self._taken(microbatch)
         # (inside of a call the other side may have failed, and then sends nothing)
         self._arrived = [self._shrunk(next(arrived, None)) if here else None for here in present]
@@ -72,14 +86,14 @@ class BackwardPass(Pass):
         self.inputs[microbatch] = [next(arrived) if here else None for here in present]
 
     def reduce(self, microbatch: int) -> None:
-        # all gradients of the step are final but those that the next instruction adds to
+        # all gradients of the step are final, except those that the next instruction adds to
         if self.mode.reduce and self._reduces_last:
             if self.call.key.inside:
                 self.engine.average_aside(self.call)
                 return
             self.engine.replica_group.arm(self.engine.done_before)
             links = self.own.links
-            if links.ring(microbatch) not in links.rings:  # (a copy that has no micro-batch)
+            if links.ring(microbatch) not in links.rings:  # (this copy computes no micro-batch)
                 self.engine.replica_group.finish()
 
     def backward(self, microbatch: int) -> None:
@@ -99,7 +113,10 @@ class BackwardPass(Pass):
             self._result = self._run(microbatch, gradients)
 
     def weight(self, microbatch: int) -> None:
-        """Add the gradients of weights that `backward` has put off: none if it was not split."""
+        """Add to ``weight.grad`` the gradients of weights that a split `backward` has put off.
+
+        Do nothing if the backward of this micro-batch was not split, or if this rank has failed.
+        """
         part = self._put_off.pop(microbatch, None)
         if part is None or self.engine.failure is not None:
             return
@@ -126,7 +143,10 @@ class BackwardPass(Pass):
         links.previous.send(gradients, specs)
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
-        """Autocast is on inside of a call, and no backward of one device runs under it."""
+        """Make a context for a backward inside of a call: autocast is on there, and off in it.
+
+        On one device no backward runs under autocast. For other calls the context does nothing.
+        """
         if not self.call.key.inside:
             return nullcontext()
         return torch.autocast(self.call.key.precision.device_type, enabled=False)
@@ -136,7 +156,12 @@ class BackwardPass(Pass):
         return gradient if shrink == 1 or gradient is None else gradient * shrink
 
     def _hear_pattern(self, microbatch: int) -> list[bool]:
-        """Which of the values sent forward get a gradient; heard once per pattern and ring."""
+        """Tell which of the values that this stage has sent get a gradient, in the order of sends.
+
+        The next stage sends this once for each pattern of gradients and ring of ranks: the first
+        call waits for its message, later calls look it up. (On the driver's last stage the values
+        are the network's inputs, and the next stage is stage 0.)
+        """
         known = self.traffic.gradients_in
         place = self.mode.pattern, self.own.links.ring(microbatch)
         if place not in known:
@@ -144,8 +169,15 @@ class BackwardPass(Pass):
         return known[place]
 
     def _taken(self, microbatch: int) -> tuple[list[bool], Iterator[Tensor]]:
-        """Which of the values sent forward get a gradient, and those, as soon as they are here."""
-        if microbatch not in self.expected:  # (from a stage of this rank)
+        """Wait for the gradients of the values that this stage has sent, and return them.
+
+        The receive is begun here if `expect_gradient` has not done so.
+
+        Returns:
+            For each value, in the order of sending, whether it gets a gradient; and the gradients,
+            of these values only, in the same order.
+        """
+        if microbatch not in self.expected:  # (the sender is a stage of this rank)
             self.expect_gradient(microbatch)
         arriving = self.expected.pop(microbatch)
         return self._hear_pattern(microbatch), iter(arriving.wait() if arriving else ())
@@ -158,7 +190,7 @@ class BackwardPass(Pass):
 
     def _gradients_of_outputs(self, microbatch: int) -> Gradients:
         found = self.gradients
-        # (inside of a call they go as they have come, one by one)
+        # (inside of a call each micro-batch's gradients are taken once, and freed)
         return found.pop(microbatch) if isinstance(found, dict) else found[microbatch]
 
     def _run(self, microbatch: int, gradients: Gradients) -> Gradients:
@@ -186,10 +218,21 @@ class BackwardPass(Pass):
     ) -> Sequence[Tensor | None]:
         """Go back through the stage, and return the gradients of ``wanted``.
 
-        Those of weights are added to ``weight.grad``, or put off if the backward is split.
+        The gradients of weights are added to ``weight.grad``; if the backward is split, they are
+        put off until `weight`. Under ``torch.autograd.grad`` (``mode.parameters`` is false) weights
+        get none.
+
+        Args:
+            microbatch: number of the micro-batch.
+            roots: edges of the stage's outputs in autograd's graph.
+            starts: the gradient of each of these outputs.
+            wanted: the inputs of the stage that require a gradient.
+
+        Returns:
+            For each of ``wanted`` its gradient; ``None``: no output depends on it.
         """
         keep = self.mode.keep
-        # the user's `torch.autograd.grad` of inputs: weights must not get gradients
+        # under the user's `torch.autograd.grad` of inputs weights must not get gradients
         if not self.mode.parameters:
             return torch.autograd.grad(roots, wanted, starts, retain_graph=keep, allow_unused=True)
         # (not with weights frozen since the forward, which only an ordinary backward leaves out)
@@ -201,16 +244,19 @@ class BackwardPass(Pass):
                 return found
             self.own.go_back_in_one(CANNOT_BE_SPLIT)
         # `backward` and not `grad`: it adds to ``weight.grad`` and calls the hooks of weights, by
-        # which the averaging of gradients knows that one is final
+        # which the averaging of gradients knows that a gradient is final
         torch.autograd.backward(roots, starts, retain_graph=keep)
         gradients = [value.grad for value in wanted]
-        # the values that arrived are leaves too, and a graph that is kept is gone through again
+        # the values that arrived are leaves too: if the graph is kept, the next backward adds
         for value in wanted:
             value.grad = None
         return gradients
 
     def _again(self, microbatch: int, recipe: Recipe) -> SavedForward:
-        """Run a forward again whose activations were not kept."""
+        """Run a forward again whose activations were not kept; return its graph for the backward.
+
+        It draws the same random numbers as before, and uses the current weights.
+        """
         engine, key = self.engine, self.call.key
         with ExitStack() as stack:
             stack.enter_context(key.precision.applied())

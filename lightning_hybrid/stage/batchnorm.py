@@ -1,16 +1,16 @@
 """Batch normalisation over the replicas (``Trainer(sync_batchnorm=True)``), on any backend.
 
 Inside :class:`Synchronised` every batch normalisation in training takes its statistics over the
-micro-batches that all replicas have in the same place: the numbers of one device whose micro-batch
-i is the union of the replicas' micro-batches i. The modules stay what they are.
-(``torch.nn.SyncBatchNorm`` replaces them, needs CUDA and knows process groups of its own only.)
+micro-batches that have the same number on all replicas. So it computes what one device computes
+whose micro-batch i is the union of the replicas' micro-batches i. The modules are not replaced.
+(``torch.nn.SyncBatchNorm`` replaces them, needs CUDA, and works only over process groups of
+``torch.distributed``.)
 
-Why its collectives cannot wait for each other in a circle: the replicas of a stage run the same
-instruction list and the same layers, so they meet in the same order; and take the replicas
-together as one, each collective is one event of one replica's order of events, which has no
-circle. They have a group of their own, so that they never pair with the all-reduce of gradients,
-whose place among them depends on which gradients there are. As with that all-reduce, all replicas
-must call the network equally often.
+Its collectives cannot deadlock: the replicas of a stage run the same instruction list and the same
+layers, so they call them in the same order; and that is the order of the list, in which one replica
+by itself runs without deadlock. The collectives have a group of their own, so that none is paired
+with an all-reduce of gradients: when that is called depends on which gradients there are. As for
+the averaging of gradients, all replicas must call the network equally often.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,13 @@ _BACKWARDS = (Tensor.backward, torch.autograd.backward)
 
 
 class Synchronised(TorchFunctionMode):
-    """Inside, batch statistics in training are those of all ranks of a group.
+    """Context in which batch normalisation in training takes its statistics over a group of ranks.
+
+    Each such layer waits for the others: all ranks of the group must run the same layers in the
+    same order.
 
     Args:
-        group: of the ranks that have these layers, one per replica.
+        group: the ranks that have these layers, one per replica.
     """
 
     def __init__(self, group: Group) -> None:
@@ -50,11 +53,17 @@ class Synchronised(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _backward(self, func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward under this mode, for layers that activation checkpointing runs again.
+        """Run a backward in this mode, for layers that activation checkpointing runs again.
 
-        A handler runs with its mode switched off, and a backward that starts from tensors comes to
-        the handler. So the mode is entered again, and the backward starts from graph edges, which
-        do not come here.
+        torch switches the mode off while ``__torch_function__`` runs, which gets every backward
+        that starts from tensors. So the mode is entered again here, and the backward is started
+        from edges of the graph, which ``__torch_function__`` does not get.
+
+        Args:
+            func: ``Tensor.backward`` or ``torch.autograd.backward``.
+            tensors: where the backward starts: a tensor or several.
+            args: further arguments of ``func``.
+            kwargs: further arguments of ``func``.
         """
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         given = kwargs.pop("gradient", kwargs.pop("grad_tensors", args[0] if args else None))
@@ -79,7 +88,7 @@ class Synchronised(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """``torch.nn.functional.batch_norm`` with the statistics of the group."""
+        """``torch.nn.functional.batch_norm``; in training over all ranks of the group."""
         # running statistics are read by each rank for itself
         if not training or self._group.size() == 1:
             return F.batch_norm(
@@ -100,14 +109,23 @@ class Synchronised(TorchFunctionMode):
 
 
 def _start(root: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """What a backward from ``root`` begins with; ``None``: it cannot begin."""
+    """The gradient that a backward from ``root`` starts with: the given one, or 1 for a scalar.
+
+    Returns:
+        The gradient; ``None``: ``root`` is no real scalar and none was given, so torch raises an
+        error.
+    """
     if gradient is None and root.numel() == 1 and not root.is_complex():
         return torch.ones_like(root)
     return gradient
 
 
 class _BatchNorm(torch.autograd.Function):
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias, over all ranks of a group."""
+    """The operation of :meth:`Synchronised._batch_norm` in autograd, with statistics of all ranks.
+
+    y = (x - mean) / sqrt(variance + eps) * weight + bias. All ranks of the group run its forward,
+    and its backward, together.
+    """
 
     @staticmethod
     def forward(
@@ -140,7 +158,7 @@ class _BatchNorm(torch.autograd.Function):
         normal = (x.to(wide.dtype) - _along(mean, x)) * _along(scale, x)
         axes = _axes(x)
         sums = torch.stack([wide.sum(axes), (wide * normal).sum(axes)])
-        # of weight and bias each replica has its own part, which the averaging of gradients adds up
+        # each replica has a part of the gradients of weight and bias: their averaging adds them up
         bias_gradient, weight_gradient = sums
         if not ctx.needs_input_grad[0]:
             # all replicas of a layer agree on this, as they hold the same flags
@@ -168,9 +186,17 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance per channel over all ranks, and how many numbers each is made of.
+    """Compute mean and variance per channel over all ranks of the group, which call this together.
 
     Every rank adds up the same parts in the same order, so all get the same bits.
+
+    Args:
+        x: this rank's input of the layer, (batch, channels, ...).
+        group: the ranks.
+
+    Returns:
+        The mean and the biased variance of each channel, and, as a scalar tensor, the count of
+        numbers that each channel has on all ranks together.
     """
     count = x.numel() // x.shape[1]
     variance, mean = torch.var_mean(x, _axes(x), correction=0)
@@ -198,5 +224,5 @@ def _axes(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """Values per channel in a shape that broadcasts against ``x``, and in its wide type."""
+    """Reshape values, one per channel, to broadcast against ``x``; 16-bit floats become float32."""
     return values.to(_wide(x)).view(1, -1, *[1] * (x.dim() - 2))

@@ -1,14 +1,15 @@
-"""What the stages of one rank know of a call of the network: inputs, random numbers, recomputation.
+"""What the stages of one rank keep of a call of the network: inputs, random numbers, recomputation.
 
-A stage that draws (dropout) would draw other numbers than one device does, and other ones again
-under another number of stages. So each micro-batch has a generator of its own, seeded from the
-run's seed, the replica, the batch, the call and the micro-batch, and its *state travels with the
-activations*: stage k + 1 goes on where stage k stopped. The numbers then depend on the seed and
-on the micro-batch alone. The generators of the user's code are never touched.
+With torch's own generators a stage that draws random numbers (dropout) would draw other numbers
+than one device does, and they would depend on the number of stages. So each micro-batch has a
+generator of its own, seeded from the run's seed, the replica, the batch, the call and the
+micro-batch, and the generator's *state travels with the activations*: stage k + 1 goes on where
+stage k stopped. The numbers then depend on the seed and on the micro-batch alone. The generators of
+the user's code are never touched.
 
 With recomputation of activations a forward keeps its inputs, and runs again when its backward
-comes. It then draws the random numbers that it has drawn, and writes to copies of the buffers that
-it has written, so that nothing but memory and time is other than without.
+comes. It then draws the same random numbers as before, and writes to copies of the buffers that it
+has written before. Only memory and time differ from a run without recomputation.
 """
 
 import hashlib
@@ -31,8 +32,9 @@ from lightning_hybrid.graph import Stage
 Values = list[Tensor]
 Gradients = list[Tensor | None]
 Ends = Callable[[int, Values], tuple[Values, Gradients]]
-"""What the driver makes of a micro-batch's outputs where its backward follows at once: which of
-them are kept, and the gradients of all."""
+"""Called by the driver's last stage after the forward of a micro-batch whose backward follows at
+once. Takes the number of the micro-batch and its outputs; returns the outputs to keep, and for
+each output its gradient (``None``: it gets none)."""
 
 
 @dataclass
@@ -40,12 +42,15 @@ class Traffic:
     """What one stage has learned of the tensors that it exchanges in calls with one key.
 
     Attributes:
-        incoming: per micro-batch, what comes from the previous stage.
-        outgoing: per micro-batch, what goes to the next one.
-        uses_rng: whether a stage up to this one has drawn random numbers.
-        gradients_in: which of ``outgoing`` get a gradient, per (number of the pattern of gradients
-            that the network's outputs have, ring of ranks that the micro-batch goes around).
-        gradients_out: likewise, which of ``incoming`` get one.
+        incoming: by micro-batch, specs of the values that come from the previous stage (for stage
+            0, of the network's inputs).
+        outgoing: by micro-batch, specs of the values that go to the next stage.
+        uses_rng: whether this stage or one before it has drawn random numbers.
+        gradients_in: for each value of ``outgoing``, whether it gets a gradient; by (number of the
+            pattern, number of the ring). A pattern says which outputs of the network have a
+            gradient; a ring is the ranks that a micro-batch passes.
+        gradients_out: for each value of ``incoming``, whether it gets a gradient; by the same
+            pairs.
     """
 
     incoming: dict[int, list[TensorSpec]] = field(default_factory=dict)
@@ -60,9 +65,10 @@ class SavedForward:
     """What the backward of a micro-batch needs of its forward, beside what autograd has saved.
 
     Attributes:
-        values: the inputs.
-        roots: where the backward begins: the edge of each output in autograd's graph; ``None`` for
-            one without a gradient. (An edge, since the output itself would stay in memory.)
+        values: the inputs, which are leaves of the graph.
+        roots: for each output, its edge in autograd's graph, where the backward begins; ``None``
+            for an output that requires no gradient. (An edge, since the output itself would stay in
+            memory.)
     """
 
     values: Values
@@ -70,19 +76,20 @@ class SavedForward:
 
     @classmethod
     def of(cls, values: Values, outputs: Sequence[Any]) -> "SavedForward":
-        """The graph of a forward from its inputs and outputs."""
+        """Make it from a forward's inputs and outputs, without a reference to the outputs."""
         learns = (isinstance(value, Tensor) and value.requires_grad for value in outputs)
         return cls(values, [get_gradient_edge(v) if d else None for v, d in zip(outputs, learns)])
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What it takes to run the forward of a micro-batch again.
+    """What is kept of the forward of a micro-batch, to run it again in the backward.
 
     Attributes:
-        values: its inputs.
-        states: states of the generators before it; empty if it draws no random numbers.
-        buffers: by name, copies of the buffers that it writes, from before it.
+        values: the inputs of the stage.
+        states: states of the random generators before the forward; empty if the stage draws no
+            random numbers.
+        buffers: by name, copies of the buffers that the forward writes, made before it.
     """
 
     values: Values
@@ -95,22 +102,24 @@ class Call:
     """One call of the network on one rank, from its forward to its last backward.
 
     Attributes:
-        number: counts the calls of the network.
-        draw: decides the random numbers; see
+        number: number of the call among the calls of the network.
+        draw: number that decides the random numbers; see
             :func:`lightning_hybrid.stage.calls.draw_number`.
         key: decides which tensors are exchanged; only the first call with a key sends shapes.
         exchange: whether headers with shapes travel before the activations, as in that first call.
-        uses_rng: whether the generators' state travels with the activations.
+        uses_rng: whether the states of the generators travel with the activations.
         traffic: `Traffic` of each stage of this rank.
-        saved: for each stage of this rank, per micro-batch, what its backward needs.
-        states: states of the generators after the last stage, if it is on this rank and they
-            travel.
+        saved: for each stage of this rank, by micro-batch, what its backward needs.
+        states: after the forward, states of the generators behind the last stage; empty if this
+            rank does not have the last stage, or if the states do not travel.
         ahead: whether it runs before its turn on all stages but the last; see
             :mod:`lightning_hybrid.stage.early_forwards`.
         again: whether it has run before, so that what it writes to buffers is not kept.
-        averages: whether what is left aside is averaged over the replicas inside of the call.
-        aside: for each stage of this rank, if backwards run inside of the call: by name, what
-            stands for its parameters and collects their gradients.
+        averages: whether the gradients in ``aside`` are averaged over the replicas while the call
+            runs.
+        aside: only if backwards run inside of the call: for each stage of this rank, by name of a
+            parameter, the leaf of autograd that collects the parameter's gradient until the user's
+            backward (see :func:`leaves_of`).
     """
 
     number: int
@@ -128,10 +137,14 @@ class Call:
 
 
 def leaves_of(stages: Sequence[Stage]) -> list[dict[str, Tensor]]:
-    """Of each stage, by name, leaves in the memory of its trained parameters.
+    """Make leaves of autograd that share the memory of the stages' trained parameters.
 
-    They have gradients of their own, of which hooks of the parameters hear nothing. Of a parameter
-    that has several names, or is in several stages, there is one.
+    A forward that computes with them (``Stage.run_with``) leaves gradients in ``leaf.grad``, and
+    neither in ``parameter.grad`` nor seen by hooks of the parameters. A parameter that has several
+    names, or is in several stages, has one leaf.
+
+    Returns:
+        For each stage, in the order of ``stages``, the leaves by name of the parameter.
     """
     made: dict[int, Tensor] = {}
     found: list[dict[str, Tensor]] = []
@@ -148,12 +161,16 @@ def leaves_of(stages: Sequence[Stage]) -> list[dict[str, Tensor]]:
 def gradients_aside(
     aside: Sequence[Mapping[str, Tensor]], stages: Sequence[Stage], *, keep: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """The trained parameters of stages with the gradients that were left aside for them.
+    """Take the gradients from the leaves of :func:`leaves_of`.
 
     Args:
-        aside: from :func:`leaves_of`; they have no gradients afterwards.
-        stages: the same stages.
-        keep: whether they keep theirs, and copies are given.
+        aside: for each stage, the leaves by name of the parameter.
+        stages: the same stages, in the same order.
+        keep: whether the leaves keep their gradients, and copies are returned; else ``leaf.grad``
+            is set to ``None``.
+
+    Returns:
+        Each parameter that requires a gradient and whose leaf has one, with that gradient.
     """
     weights: dict[Tensor, Tensor] = {}
     for stage, leaves in zip(stages, aside):
@@ -173,23 +190,23 @@ def gradients_aside(
 
 
 def saving_nothing() -> AbstractContextManager[Any]:
-    """Inside, autograd saves no activations: no backward can go through what it records."""
+    """Context in which autograd saves no activations: a backward through what it records fails."""
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _nothing)
 
 
 def forward(
     stage: Stage, values: Values, numbers: Sequence[Any], states: Values
 ) -> tuple[list[Any], Recipe]:
-    """Run the forward of a micro-batch, and keep what :func:`again` needs of it.
+    """Run the forward of a micro-batch without saving activations; :func:`again` can repeat it.
 
     Args:
         stage: the stage.
-        values: its inputs.
-        numbers: those of the call.
-        states: states of the generators, if it draws random numbers.
+        values: its inputs for this micro-batch.
+        numbers: for this micro-batch, the values of the graph's inputs that are Python numbers.
+        states: states of the random generators now; empty if the stage draws no random numbers.
 
     Returns:
-        The outputs, and the recipe.
+        The outputs, which require gradients as ever, and the recipe for :func:`again`.
     """
     buffers = {name: value.detach().clone() for name, value in stage.changed().items()}
     # a stage may write to an input that needs no gradient
@@ -206,13 +223,19 @@ def again(
     numbers: Sequence[Any],
     aside: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Values, list[Any]]:
-    """Run a forward again, with the current weights. Returns its inputs and its outputs.
+    """Run a forward again, with the current weights and saved activations. The recipe stays valid.
+
+    The caller sets the random generators to the recipe's states before. Buffers do not change.
 
     Args:
         stage: the stage.
-        recipe: what it takes.
-        numbers: those of the call.
-        aside: see `Call`, of this stage.
+        recipe: from :func:`forward`.
+        numbers: for this micro-batch, the values of the graph's inputs that are Python numbers.
+        aside: by name, tensors to compute with in the place of the stage's parameters; see
+            `Call.aside`.
+
+    Returns:
+        The inputs, which are leaves of the graph, and the outputs.
     """
     buffers = {name: value.clone() for name, value in recipe.buffers.items()}
     tensors = {**stage.taken(), **aside, **buffers}
@@ -228,33 +251,41 @@ def _nothing(_: None) -> Tensor:
 
 
 _one_at_a_time = Lock()
-"""Held while a generator's state is read or set. Two threads that do so may wait for ever (torch
-2.13): one has the generator's lock, and gives Python's to the other, which keeps that while it
-waits for the generator."""
+"""Held while the state of a generator is read or set. Without it two threads that do so may
+deadlock (torch 2.13): one has the generator's lock and waits for Python's, the other has
+Python's and waits for the generator's."""
 
 
 def draw_number(batch: int, call: int) -> int:
-    """The number of a call that decides its random numbers.
+    """Number a call for its random numbers: the argument ``draw`` of :func:`microbatch_seed`.
 
     Args:
-        batch: how many training batches the run has seen before; it is in the checkpoint, so that
-            a run that is resumed draws what it would have drawn.
-        call: how many differentiable calls this batch has seen before.
+        batch: how many training batches the run has seen before; it is in the checkpoint, so that a
+            run that is resumed draws what it would have drawn.
+        call: how many differentiable calls this batch has seen before; below 2^16.
     """
     return batch << 16 | call
 
 
 def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
-    """The seed of one micro-batch's generators (64 bits); ``draw`` as by :func:`draw_number`."""
+    """Compute the seed (64 bits) of the random generators of one micro-batch.
+
+    Args:
+        seed: seed of the run's networks.
+        replica: number of the replica (``dp_rank``).
+        draw: number of the call, from :func:`draw_number`.
+        microbatch: number of the micro-batch in the call.
+    """
     # a hash: four numbers become one, and neighbours among them get streams that are not related
     text = f"{seed}/{replica}/{draw}/{microbatch}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """The states of the generators that a layer on ``device`` may draw from, as byte tensors.
+    """Read the states of the generators that a layer on ``device`` may draw from, as byte tensors.
 
-    They are on the CPU; reading a GPU's generator waits for no kernel.
+    First that of the CPU's generator, then, if ``device`` is a GPU, that of the GPU's. The tensors
+    are on the CPU; reading a GPU's generator waits for no kernel.
     """
     with _one_at_a_time:
         states = [torch.get_rng_state()]
@@ -265,12 +296,12 @@ def random_state(device: torch.device) -> list[Tensor]:
 
 @cache
 def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
-    """Shapes and types of the tensors from :func:`random_state`, for a receiver."""
+    """Specs of the tensors that :func:`random_state` returns, for a receiver of such tensors."""
     return tuple(TensorSpec.of(state) for state in random_state(device))
 
 
 def set_random_state(states: list[Tensor], device: torch.device) -> None:
-    """Set the generators to ``states`` from :func:`random_state`."""
+    """Set the generators that :func:`random_state` reads to ``states``, which it has returned."""
     with _one_at_a_time:
         torch.set_rng_state(states[0])
         if device.type == "cuda":
@@ -279,11 +310,12 @@ def set_random_state(states: list[Tensor], device: torch.device) -> None:
 
 @contextmanager
 def generators_of_microbatch(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Inside, draw from a micro-batch's generators; afterwards the old ones are back.
+    """Context for a micro-batch's random numbers: at its end the generators have their old states.
 
     Args:
-        seed: where the micro-batch's generators start; ``None`` where a state follows.
-        device: the device whose generators are meant, beside the CPU's.
+        seed: seed that the generators get at the beginning; ``None``: they are not seeded, and the
+            caller sets their states inside (:func:`set_random_state`).
+        device: the GPU whose generator is meant beside the CPU's; a CPU: only the CPU's generator.
     """
     before = random_state(device)
     try:

@@ -1,20 +1,20 @@
-"""Forwards that run before their turn, as streamed schedules have them.
+"""Forwards that run before their turn, under streamed schedules.
 
-While such a forward waits for its backward, earlier batches have theirs, and optimizers may step.
-Two things need care:
+While such a forward waits for its backward, earlier batches have their backwards, and optimizers
+possibly step. Two things need care:
 
 *Weights.* Autograd saves references to the parameters that a forward has used, and an optimizer
 changes these in place. So under a delayed schedule hooks on saved tensors decide what the backward
-computes with: a copy of the weights of the forward (``stash``), the current weights with the
-activations of the forward (``current``), or nothing, and the forward runs again (``recompute``).
-The parameters themselves stay the leaves of the graph: their gradients and their hooks are as ever.
-(Such hooks take away autograd's check of changes in place; the first batch of a run never runs
-ahead, and is checked.)
+computes with: a copy of the weights of the forward (``stash``); the current weights with the
+activations of the forward (``current``); or nothing is saved, and the forward runs again in the
+backward (``recompute``). The parameters themselves stay the leaves of the graph: their gradients
+and their hooks work as ever. (With these hooks autograd does not check for changes in place; the
+first batch of a run never runs ahead, and is checked.)
 
 *Buffers.* What a forward writes (running statistics) must not be visible before its turn: else a
 validation or a checkpoint would see batches that nobody has trained on. Each forward writes into
-copies, which begin as those of the forward before it and are written to the buffers when
-``training_step`` makes the call, as on one device; a backward need not follow.
+copies. They begin with the values that the forward before it has left, and are written to the
+buffers when ``training_step`` makes the call, as on one device, whether or not a backward follows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,15 +35,18 @@ from lightning_hybrid.stage.split_backward import operations_behind
 class EarlyForwards:
     """Runs forward passes of one stage before their batch has its turn, and keeps what they write.
 
+    For each call: :meth:`forward` for each micro-batch, :meth:`end_forward`, and later
+    :meth:`commit` or :meth:`drop`.
+
     Args:
-        weights: the weights that their backward computes with; ``None``: no optimizer steps in
-            between.
+        weights: the weights that the backward of an early forward computes with (see the module);
+            ``None``: current ones, since no optimizer steps between a forward and its backward.
     """
 
     def __init__(self, weights: DelayedWeights | None) -> None:
         self._weights = weights
         self._written: dict[int, dict[str, Tensor]] = {}  # by call, the oldest first
-        self._copies: dict[int, dict[int, torch.UntypedStorage]] = {}  # of weights, likewise
+        self._copies: dict[int, dict[int, torch.UntypedStorage]] = {}  # of weights, by call
         self._looked_at: set[Stage] = set()
 
     def forward(
@@ -54,20 +57,21 @@ class EarlyForwards:
         numbers: Sequence[Any],
         states: list[Tensor],
     ) -> tuple[list[Any], Recipe | None]:
-        """Run the forward of a micro-batch.
+        """Run a micro-batch's forward ahead of its turn; buffers change only at :meth:`commit`.
 
         Args:
             call: number of the call.
             stage: the stage.
-            values: the inputs.
-            numbers: those of the call.
-            states: states of the generators, if it draws random numbers.
+            values: the stage's inputs for this micro-batch.
+            numbers: for this micro-batch, the values of the graph's inputs that are Python numbers.
+            states: states of the random generators before it, if the stage draws random numbers.
 
         Returns:
-            The outputs, and what it takes to run it again, if its backward does that.
+            The outputs; and with ``weights="recompute"`` what the backward needs to run the forward
+            again, else ``None``.
         """
         before = self._before(stage)
-        # (cloned once more, since a recipe keeps those from before the forward)
+        # (cloned once more, since the recipe keeps the values from before the forward)
         written = {name: value.clone() for name, value in before.items()}
         with torch.enable_grad(), self._saving(call, stage.parameters()):
             outputs = stage.run_with([*(stage.taken() | written).values()], values, numbers)
@@ -77,11 +81,17 @@ class EarlyForwards:
         return outputs, Recipe(values, states, before)
 
     def end_forward(self, call: int) -> None:
-        """Let go of a call's copies of weights after its last forward: now autograd holds them."""
+        """After the last micro-batch of a call, drop the references to its copies of weights.
+
+        Autograd's graphs keep the copies until the backward.
+        """
         self._copies.pop(call, None)
 
     def commit(self, call: int, stage: Stage) -> None:
-        """Give a call its turn: write to the buffers what its forward has written to copies."""
+        """Write to the buffers what forwards up to this call have written to copies of them.
+
+        Called when the call has its turn: where one device would run its forward.
+        """
         written: dict[str, Tensor] = {}
         for number in [number for number in self._written if number <= call]:
             written |= self._written.pop(number)
@@ -92,21 +102,22 @@ class EarlyForwards:
                 places[name].copy_(value)
 
     def drop(self, call: int) -> None:
-        """Forget a call that ran ahead and will not have its turn."""
+        """Discard what a call has written to copies of buffers: it will not have its turn."""
         self._written.pop(call, None)
 
     def refuse_functions(self, stage: Stage, outputs: Sequence[Any]) -> None:
-        """Refuse operations of the user's, which may keep a weight where a copy cannot replace it.
+        """With ``weights="stash"``, refuse a stage that has an ``autograd.Function`` of the user's.
 
-        Hooks on saved tensors replace what ``ctx.save_for_backward`` keeps, and not what an
-        ``autograd.Function`` keeps elsewhere, such as a detached weight.
+        Such a function possibly keeps a weight (detached, for instance) elsewhere than by
+        ``ctx.save_for_backward``. Hooks on saved tensors do not see it there, and cannot replace it
+        by the copy. A stage is looked at once: all its calls have the same operations.
 
         Args:
             stage: the stage that was computed.
             outputs: its outputs.
 
         Raises:
-            NetworkError: there is such an operation.
+            NetworkError: the graph of the outputs has such a function.
         """
         if self._weights != "stash" or stage in self._looked_at:
             return
@@ -119,7 +130,11 @@ class EarlyForwards:
             )
 
     def _before(self, stage: Stage) -> dict[str, Tensor]:
-        """The buffers that a forward writes, as the forward before it has left them."""
+        """By name, the values that the next early forward finds in the buffers that it writes.
+
+        They are what the latest early forward has left in its copies, if it is not committed; else
+        a copy of the buffer. The caller must not write to them.
+        """
         later: dict[str, Tensor] = {}
         for written in self._written.values():
             later |= written
@@ -129,7 +144,12 @@ class EarlyForwards:
         }
 
     def _saving(self, call: int, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-        """Inside, autograd saves for the backward what ``weights`` of the class asks for."""
+        """Context of a forward, in which autograd saves what the class's ``weights`` demands.
+
+        Args:
+            call: number of the call, by which micro-batches share copies of weights.
+            parameters: the parameters of the stage.
+        """
         if self._weights is None:
             return own_saved_tensors()
         if self._weights == "recompute":
@@ -139,18 +159,18 @@ class EarlyForwards:
 
 
 _Apart = tuple[torch.UntypedStorage, torch.dtype, Any, Any, Any]
-"""Memory, and how a tensor lies in it: type, offset, sizes, strides."""
+"""A tensor as its memory, and how it lies there: element type, offset, sizes, strides."""
 
 
 def _weights_apart(
     parameters: Iterable[nn.Parameter], copies: dict[int, torch.UntypedStorage] | None
 ) -> AbstractContextManager[Any]:
-    """Inside, autograd saves parameters as plain memory, which it does not check for changes.
+    """Context in which autograd saves parameters as memory that it does not check for changes.
 
     Args:
-        parameters: those of the stage.
-        copies: copies of their memory by its address, added to as needed; these are saved.
-            ``None``: the parameters' own memory is saved.
+        parameters: the parameters of the stage; frozen ones are saved as ever.
+        copies: by address of a parameter's memory, a copy of it, which is saved in its place;
+            copies are made and added as needed. ``None``: the parameter's own memory is saved.
     """
     trained = {p.untyped_storage().data_ptr() for p in parameters if p.requires_grad}
 

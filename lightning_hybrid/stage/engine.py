@@ -62,7 +62,7 @@ from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
 from lightning_hybrid.stage.trace import Trace
 
 FACTOR = TensorSpec((), torch.float64)
-"""Of what gradients are multiplied with that backwards inside of a call have left aside."""
+"""Spec of the argument ``factor`` of :meth:`Engine.backward`, as it travels from rank to rank."""
 
 
 class Engine:
@@ -71,21 +71,30 @@ class Engine:
     Args:
         network: the network.
         stages: this rank's stages of it, by number, in rising order.
-        placement: where all of its stages are, and how they run.
+        placement: on which ranks all of its stages are, and how they are scheduled.
         options: how stages compute.
-        mesh: the groups of ranks; all have been through :func:`connect` for this placement.
-        seed: of the random numbers inside the network.
-        trace: where to record.
+        mesh: the process groups of this rank. All ranks of the replica must have called
+            :func:`connect` for this placement before.
+        seed: seed of the random numbers inside the network.
+        trace: records when this rank computes.
 
     Attributes:
-        borrowed: names in the network of parameters that this rank uses and another one owns.
+        borrowed: names in the network of parameters that this rank uses and another rank of its
+            replica owns.
         replica_group: averages the gradients of this rank's stages over the replicas.
-        sparse: by name in the network, weights of this rank's stages whose gradients other replicas
-            or copies have too, and that cannot be averaged.
-        replayed: keeps the running statistics of a stage that has copies.
-        owned: the stages of this rank, in their order.
-        early: those of them that run forwards before their turn, each with what runs these.
-        failure: the first error on this rank or in an earlier stage, for the driver.
+        sparse: by name in the network, weights of this rank's stages with sparse gradients, which
+            cannot be averaged; empty if there is only one replica, and one copy of these stages.
+        replayed: keeps the running statistics of a stage that has copies; ``None``: no stage of
+            this rank has copies.
+        done_before: parameters of this rank whose gradients are final when the last backward of its
+            first stage begins.
+        owned: the stages of this rank, in rising order.
+        early: under a streamed schedule, each stage of this rank with the object that runs its
+            early forwards; else empty.
+        failure: the first error on this rank or in an earlier stage, which travels to the driver;
+            ``None``: there is none.
+        shrink: factor by which gradients are multiplied at every cut that they cross.
+        recompute: whether activations are recomputed in the backward instead of being kept.
         synchronises: whether batch normalisation takes its statistics over the replicas.
         is_compiled: whether stages run through ``torch.compile``.
         passed: whether the last pass came to its end (an error in a stage does not end a pass).
@@ -116,7 +125,7 @@ class Engine:
             lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
             mesh.owners(copies),
             len(copies),
-            # if the driver has a copy beside workers, these own and step the parameters
+            # if the driver has a copy beside workers, the workers own and step the parameters
             owns=not self.coordinates.is_driver or driver not in copies[1:],
             survivors=mesh.survivors,
         )
@@ -160,15 +169,17 @@ class Engine:
     def forward(
         self, call: Call, inputs: Sequence[Values] = (), ends: Ends | None = None
     ) -> list[Values]:
-        """Run the forward list of this rank.
+        """Run this rank's list of forward instructions; all ranks of the replica do so together.
 
         Args:
             call: the call; what its backward needs is kept in it.
             inputs: on the driver, per micro-batch the values for stage 0.
-            ends: on the driver, if backwards run inside of the call: what the outputs become.
+            ends: on the driver, if backwards run inside of the call: makes the gradients of a
+                micro-batch's outputs (see :data:`Ends`).
 
         Returns:
-            On the driver, the outputs of each micro-batch (in the order in which they ran).
+            On the driver, the outputs of each micro-batch, in the order in which they ran; on a
+            worker, an empty list.
 
         Raises:
             Exception: on the driver, what a stage raised; caused by a RemoteError if that stage is
@@ -220,17 +231,21 @@ class Engine:
         gradients: Sequence[Gradients] = (),
         factor: Tensor | None = None,
     ) -> list[Gradients]:
-        """Run the backward list of this rank.
+        """Run this rank's list of backward instructions; all ranks of the replica do so together.
+
+        If backwards have run inside of the call, only add the gradients that they have left aside
+        (`Call.aside`) to those of the parameters, times ``factor``.
 
         Args:
             call: the call to go back through.
             mode: the command, which says what is to be computed.
             gradients: on the driver, per micro-batch the gradients of the network's outputs.
-            factor: on the driver, what gradients are multiplied with that backwards inside of the
-                call have left aside, a scalar on its device.
+            factor: on the driver, if backwards have run inside of the call: the factor for their
+                gradients, a float64 scalar on the driver's device. Workers get it from the driver.
 
         Returns:
-            On the driver, per micro-batch the gradients of the inputs, if it wants them.
+            Per micro-batch, on the driver the gradients of the network's inputs if
+            ``mode.input_gradient`` asks for them; else empty lists.
 
         Raises:
             Exception: on the driver, what its own stage raised. On a worker it is kept in
@@ -261,7 +276,14 @@ class Engine:
         return works[-1].inputs
 
     def _add_aside(self, call: Call, mode: Backward, factor: Tensor | None) -> None:
-        """Add to the gradients of weights what backwards inside of a call have left aside."""
+        """Add to parameters' gradients those that backwards inside of a call have left aside.
+
+        Args:
+            call: the call.
+            mode: the command; ``averaged``: averages over the replicas are added, which the call
+                has begun.
+            factor: on the driver, what the gradients are multiplied with; on a worker ``None``.
+        """
         if not mode.parameters:
             return
         self.passed = False
@@ -283,14 +305,18 @@ class Engine:
         self.passed = True
 
     def _send_aside(self, call: Call) -> None:
-        """Send the rest of what is averaged inside of a call, if it is."""
+        """If a call averages what it leaves aside, send gradients that are not sent yet."""
         if call.averages:
             if not call.key.inside:  # (other replicas may go back inside of their calls)
                 self.average_aside(call)
             self.replica_group.send_aside()
 
     def average_aside(self, call: Call) -> None:
-        """Begin to average over the replicas what backwards inside of a call leave aside."""
+        """Begin to average the gradients that backwards inside of a call leave aside.
+
+        Called right before the last of these backwards: from then on each gradient is sent when it
+        is final. All replicas must call it for the same call.
+        """
         leaves: dict[Tensor, Tensor] = {}
         for own, aside in zip(self.owned, call.aside):
             weights = self.stage_for(own, call.key).taken()
@@ -298,27 +324,43 @@ class Engine:
         self.replica_group.arm_aside(call.number, leaves, self.done_before)
 
     def _pass_on(self, factor: Tensor | None) -> Tensor:
-        """The factor of the driver, which goes from rank to rank as the first gradients do."""
+        """Pass the driver's factor on from rank to rank, from the last stage to the first one.
+
+        Args:
+            factor: on the driver, the factor; on a worker ``None``: it is received from the next
+                stage.
+
+        Returns:
+            The factor, on this rank's device.
+        """
         ranks = self.placement.devices
         for own in reversed(self.owned):
             [links] = own.links
             if factor is None:
                 [factor] = links.next.post([FACTOR]).wait()
-            # (only the last stage of a rank brings it there)
+            # (sent once to each rank: to the last one of its stages)
             if own.number > 0 and ranks[own.number - 1] not in ranks[own.number :]:
                 links.previous.send([factor], [FACTOR])
         assert factor is not None, "the driver has it, and others wait for it"
         return factor
 
     def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
-        """On the driver: send stage 0 the inputs of a call that runs ahead, per micro-batch."""
+        """On the driver: begin to send stage 0 the inputs of a call that runs ahead of its turn.
+
+        Args:
+            key: key of the call.
+            inputs: per micro-batch, the values for stage 0.
+        """
         # (in the ring stage 0 comes after the network's last stage, which the driver has)
         links = self.owned[-1].links
         for microbatch, (values, specs) in enumerate(zip(inputs, key.inputs)):
             links.at(microbatch).next.send(values, specs)
 
     def discard(self, call: Call) -> None:
-        """On the driver: receive and drop what the stage before its own sends for a call."""
+        """On the driver: receive and drop the activations of a call that has run ahead in vain.
+
+        They come from the stage before the last one, which has run the call's forward all the same.
+        """
         # shapes from these headers are not kept: this stage has sent no headers of its own
         scratch = [Traffic() for _ in self.owned] if call.exchange else call.traffic
         work = ForwardPass(self, 0, replace(call, traffic=scratch), ())
@@ -327,36 +369,49 @@ class Engine:
         work.links(0).previous.receive_word(Status)
 
     def commit(self, call: Call) -> None:
-        """Write to the buffers what a call that ran ahead has left for them: it has its turn."""
+        """Write to the buffers what a call's early forward has written to copies of them.
+
+        Called when the call has its turn: where one device would run its forward.
+        """
         for own, early in self.early:
             early.commit(call.number, self.stage_for(own, call.key))
 
     def drop(self, call: Call) -> None:
-        """Forget a call that ran ahead and will not have its turn."""
+        """Discard what a call's early forward has written to copies of buffers: it gets no turn."""
         for _, early in self.early:
             early.drop(call.number)
 
     def add_specialization(self, stages: Mapping[int, Stage]) -> None:
-        """Add this rank's stages of another captured graph of the network, by number."""
+        """Add this rank's stages of another captured graph of the network.
+
+        Args:
+            stages: one stage for each number in ``owned``.
+        """
         for own in self.owned:
             own.specializations.append(stages[own.number])
 
     def _first_error(self, works: Sequence[Pass]) -> Exception | None:
-        """Hear what stages before have failed with, and tell those after it.
+        """End a forward pass: receive a `Status` from earlier stages, and send it to later ones.
+
+        An error of an earlier stage is kept in ``failure``.
+
+        Args:
+            works: the pass of each stage of this rank, in the order of ``owned``.
 
         Returns:
-            The error of a stage of this rank, if no stage before it has failed.
+            The error of a stage of this rank; ``None``: there is none, or a stage before it has
+            failed, so that it may be a consequence.
         """
         failed = next((index for index, work in enumerate(works) if work.error), None)
         for index, own in enumerate(self.owned):
             for links in own.links if own.number > 0 else ():
                 failure = links.previous.receive_word(Status).failure
                 if failure and failed is not None and index <= failed:
-                    # a stage that computes with the zeros of one that has failed may fail of them
+                    # an error here possibly comes from the zeros that the failed stage has sent
                     self.failure, failed = failure, None
                 self.failure = self.failure or failure
             for links in own.links if not own.is_last else ():
-                # (an error of its own stages the driver raises itself)
+                # (the driver raises an error of its own stages itself)
                 mine = self.coordinates.is_driver and failed is not None
                 links.next.send_word(Status(None if mine else self.failure))
         return None if failed is None else works[failed].error
@@ -369,19 +424,33 @@ class Engine:
         if failure is not None:
             raise failure.exception()
 
-    # ------------------------------------------------------------------ what passes ask
+    # ------------------------------------------------------------------ for passes
 
     def untaken(self, call: Call) -> int:
-        """How many messages may be left that a neighbour has not taken, before a stage waits."""
+        """How many sent messages may be unreceived by a neighbour when a new pass begins.
+
+        Before the pass the stage waits for the others. It is 0 unless the schedule is streamed.
+        """
         return self._ahead * call.key.microbatches
 
     def lists(self, key: CallKey, *, input_gradient: bool) -> tuple[Todo, Todo]:
-        """This rank's instructions for the forward and for the backward of a call with this key."""
+        """This rank's lists of instructions for the forward and for the backward of a call.
+
+        Args:
+            key: key of the call. If its backwards run inside of it, the first list has these too.
+            input_gradient: whether the backward list brings the gradients of the inputs to the
+                driver.
+        """
         here, microbatches = self.coordinates.pp_rank, key.microbatches
         return lists_of(self.placement, here, microbatches, input_gradient, key.inside)
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
-        """The code of a stage for a call with this key, compiled if that is asked for."""
+        """The code of a stage for calls with this key, made to run compiled if the options say so.
+
+        Args:
+            own: the stage.
+            key: key of the calls; its ``specialization`` chooses the captured graph.
+        """
         stage = own.specializations[key.specialization]
         # at the first use: some graphs of a network never run on a rank
         if self.is_compiled:
@@ -389,31 +458,49 @@ class Engine:
         return stage
 
     def statistics(self, key: CallKey) -> AbstractContextManager[Any]:
-        """Inside, batch normalisation in training takes its statistics over the replicas."""
+        """Context in which batch normalisation takes its statistics over the replicas.
+
+        It does nothing if the network is not in training, or the options name no group for
+        statistics.
+        """
         if self._statistics is None or not key.training:
             return nullcontext()
         return self._statistics
 
     def noting(self, stage: Stage, microbatch: int) -> AbstractContextManager[Any]:
-        """Inside, running statistics of a stage with copies are noted, to be replayed later."""
+        """Context of a forward in a stage with copies, which notes its changes of statistics.
+
+        `ReplayedStatistics.replay` applies them to the running statistics at the end of the pass.
+
+        The context does nothing if the stage has no copies, or writes to no buffer.
+        """
         if self.replayed is None or not stage.written:
             return nullcontext()
         return self.replayed.noting(stage, microbatch)
 
     def refuse_sparse(self) -> None:
-        """Refuse gradients that cannot be averaged, in the forward that a backward may follow.
+        """Refuse to train a weight whose gradient is sparse, and so cannot be averaged.
 
-        A worker's backward could say so after the step alone.
+        Called in a forward that a backward may follow: an error that a worker raises in a backward
+        reaches the driver only after the step.
 
         Raises:
-            NetworkError: a weight that is trained gets a sparse gradient.
+            NetworkError: there is such a weight.
         """
         for name, weight in self.sparse.items():
             if weight.requires_grad:
                 raise NetworkError(f"The gradient of {name!r} is sparse. {ONLY_DENSE}")
 
     def fail(self, error: Exception, stage: int) -> None:
-        """Note an error of a stage; from now on this rank only sends and receives, and no more."""
+        """Note an error of a stage in ``failure``, if there is none yet, instead of raising it.
+
+        While ``failure`` is set, this rank computes nothing, and sends zeros in the place of
+        results.
+
+        Args:
+            error: the error.
+            stage: number of the stage.
+        """
         where = f"in stage {stage}" if self.coordinates.free else ""
         # the first error: it is mostly the cause of later ones
         self.failure = self.failure or Failure.of(error, str(self.coordinates), where)

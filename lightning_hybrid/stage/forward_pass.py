@@ -31,15 +31,18 @@ if TYPE_CHECKING:
 
 
 class Pass:
-    """A pass of one stage; each of its public methods carries out the instruction of its name.
+    """Base of a pass of one stage. A subclass has a method for each kind of instruction.
+
+    The method has the name of its :class:`InstructionKind`, and takes the number of the
+    micro-batch.
 
     Args:
-        engine: the stages of the rank.
-        index: which of them.
+        engine: runs the stages of this rank.
+        index: index of the stage among this rank's stages.
         call: the call of the network.
 
     Attributes:
-        error: the error that the stage has raised.
+        error: the last error that the stage has raised in this pass; ``None``: none.
         expected: by micro-batch, messages whose receive has begun; ``None`` if the stage before has
             failed, and sends none.
     """
@@ -56,7 +59,12 @@ class Pass:
 
     @contextmanager
     def computing(self, what: str, microbatch: int) -> Iterator[None]:
-        """Inside, the stage computes: the time is recorded; an error is noted, and not raised."""
+        """Context of a computation: its time is recorded, and an error is noted, not raised.
+
+        Args:
+            what: ``"forward"``, ``"backward"`` or ``"weight"``, for the trace.
+            microbatch: number of the micro-batch.
+        """
         # (other ranks wait for what this list still has to send)
         try:
             trace = self.engine.trace
@@ -67,16 +75,29 @@ class Pass:
             self.engine.fail(error, self.own.number)
 
     def links(self, microbatch: int) -> StageLinks:
-        """The links of a micro-batch that this rank computes."""
+        """The stage's links for a micro-batch, which this rank must compute."""
         return self.own.links.at(microbatch)
 
     def do(self, kind: InstructionKind, microbatch: int) -> None:
-        """Carry out an instruction."""
+        """Carry out an instruction: call the method that has the name of its kind."""
         getattr(self, kind.value)(microbatch)
 
 
 class ForwardPass(Pass):
-    """A forward pass of one stage, instruction by instruction."""
+    """One forward pass of one stage; the engine calls a method for each instruction.
+
+    Args:
+        engine: runs the stages of this rank.
+        index: index of the stage among this rank's stages.
+        call: the call of the network.
+        inputs: on the driver, per micro-batch the values for stage 0; on a worker, not read.
+        ends: on the driver, if backwards run inside of the call: makes the gradients of a
+            micro-batch's outputs.
+
+    Attributes:
+        outputs: outputs of each micro-batch, in the order in which they ran.
+        gradients: by micro-batch, what ``ends`` has returned as the gradients of the outputs.
+    """
 
     def __init__(
         self,
@@ -91,7 +112,7 @@ class ForwardPass(Pass):
         self._ends = ends
         self.outputs: list[Values] = []
         self.gradients: dict[int, Gradients] = {}  # of the outputs, where a backward follows
-        # how many messages may be left that a neighbour has not taken, while backwards run beside
+        # how many messages may be unreceived by a neighbour, if backwards run inside of the call
         self._most = len(engine.placement.devices) if call.key.inside else None
         self._values: Values | None = None
         self._result: Values | None = None
@@ -99,7 +120,7 @@ class ForwardPass(Pass):
         # shapes and types of the generators' state as it travels; empty if it does not
         self._states = state_specs(engine.device) if call.uses_rng else ()
         self._takes_states = call.uses_rng and (not self._first or call.key.continues)
-        # rings in which the stage before has failed, and those in which the next one knows of it
+        # rings on which the stage before has failed, and rings on which the next stage knows of it
         self._silent: set[int] = set()
         self._told_failure: set[int] = set()
         # frees the activations and the gradients that earlier passes have sent
@@ -113,7 +134,7 @@ class ForwardPass(Pass):
                 self.traffic.incoming |= enumerate(map(list, call.key.inputs))
 
     def send_input(self, microbatch: int) -> None:
-        if not self.call.ahead:  # else they are there already
+        if not self.call.ahead:  # (else the driver has sent them already)
             specs = self.call.key.inputs[microbatch]
             self._send(microbatch, self.inputs[microbatch], specs)
 
@@ -121,7 +142,7 @@ class ForwardPass(Pass):
         self.expected[microbatch] = self._post(microbatch)
 
     def receive_activation(self, microbatch: int) -> None:
-        if microbatch not in self.expected:  # (from a stage of this rank)
+        if microbatch not in self.expected:  # (the sender is a stage of this rank)
             self.expect_activation(microbatch)
         arriving = self.expected.pop(microbatch)
         self._values = None if arriving is None else arriving.wait()
@@ -153,7 +174,7 @@ class ForwardPass(Pass):
     def _send(self, microbatch: int, values: Values, specs: Sequence[TensorSpec]) -> None:
         link = self.links(microbatch).next
         if self._most is not None:
-            link.flush(self._most)  # (it has taken more than that, so that nobody waits here)
+            link.flush(self._most)  # (the peer has received more than that, so this does not wait)
         link.send(values, specs)
 
     def _post(self, microbatch: int) -> Arriving | None:
@@ -164,7 +185,12 @@ class ForwardPass(Pass):
         return self.links(microbatch).previous.post([*specs, *states])
 
     def _hears_header(self, microbatch: int) -> bool:
-        """Whether a header says what follows; the stage before sends none after one of an error."""
+        """Receive the header of a micro-batch, and keep the specs that it has.
+
+        Returns:
+            Whether activations follow. A stage that has failed sends one empty header on a ring,
+            and nothing more: for later micro-batches this returns false without a receive.
+        """
         ring = self.own.links.ring(microbatch)
         if ring in self._silent:
             return False
@@ -177,7 +203,7 @@ class ForwardPass(Pass):
         return True
 
     def _send_header(self, microbatch: int) -> None:
-        """Send the shapes of the values that follow; after an error an empty header, once."""
+        """Send the specs of the values that follow; after an error an empty header, once a ring."""
         if self._result is not None:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]
@@ -210,8 +236,8 @@ class ForwardPass(Pass):
             if not call.uses_rng:
                 return outputs
             # 3. The generators' state travels on with the activations. A state that has changed
-            #    tells that a layer has drawn, though the graph may not show it: if none does, it
-            #    does not travel in later calls with this key.
+            #    tells that a layer has drawn, even if the graph does not show it. If no layer
+            #    draws, the state does not travel in later calls with this key.
             after = random_state(engine.device)
             self.traffic.uses_rng |= not all(torch.equal(a, b) for a, b in zip(before, after))
             if not self.own.is_last:
@@ -227,7 +253,7 @@ class ForwardPass(Pass):
                 return self._called(stage, values, numbers)
         self.engine.refuse_sparse()
         # Each stage is a graph of autograd by itself, whose leaves are the values that have
-        # arrived. One requires a gradient here if it does on the rank that has sent it.
+        # arrived. A value requires a gradient here if it does on the rank that has sent it.
         specs = self.traffic.incoming[microbatch]
         values = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(values, specs)]
         # b) before its turn: with buffers and weights of its own

@@ -30,13 +30,13 @@ from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred
 
 MESSAGE_BYTES = 25 * 2**20
-"""Most bytes of small tensors that are sent together."""
+"""At most so many bytes of small tensors are sent together."""
 _LARGE_BYTES = 2**20
 """From this size on a tensor is sent by itself, from its own memory."""
 
 
 class Broadcasts:
-    """Broadcasts tensors in one group; small ones through a buffer, which is kept for the next.
+    """Broadcasts tensors in one group; small ones through a buffer, which is kept between calls.
 
     Args:
         group: the ranks that take part.
@@ -49,12 +49,14 @@ class Broadcasts:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def send(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Copy the values of tensors from one rank to all others, unseen by autograd.
+        """Copy tensors' values from one rank to all others; all ranks of the group call it.
+
+        Autograd does not notice the write.
 
         Args:
-            tensors: dense ones on the device of the group, on all ranks of the same sizes and types
-                and in the same order.
-            source: index of the rank that has the values.
+            tensors: dense tensors on the device of the group; on all ranks of the same sizes and
+                types, and in the same order.
+            source: index in the group of the rank whose values are sent.
         """
         waiting, nbytes = list[Tensor](), 0
         # wide types first, so that in the buffer each lies at a multiple of its element size
@@ -103,8 +105,9 @@ class Broadcasts:
 
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""As in DistributedDataParallel: large enough for the link, and the first one small, to start
-early."""
+"""A bucket that has reached this size takes no more gradients; the first value is for the first
+bucket. As in DistributedDataParallel: large enough for the link, and the first one small, to
+start early."""
 
 
 ONLY_DENSE = (
@@ -115,10 +118,22 @@ ONLY_DENSE = (
 
 
 class _Bucket:
-    """Gradients of some parameters in one flat tensor, kept between steps.
+    """Gradients of some parameters in one flat tensor, which is kept between steps.
 
-    After the gradients the tensor has one count per parameter: how many replicas had a gradient for
-    it. A parameter that no replica used keeps ``grad is None``, as on one device.
+    Behind the gradients the tensor has one count per parameter: 1 or 0, whether this rank has a
+    gradient for it; after the sum over the ranks, how many have one. A parameter that no replica
+    used keeps ``grad is None``, as on one device.
+
+    Args:
+        parameters: parameters of one type on one device.
+
+    Attributes:
+        parameters: see above.
+        flat: the tensor.
+        numbers: the part of it that has the gradients.
+        counts: the part of it that has the counts.
+        views: for each parameter, its gradient in the tensor, in the parameter's shape.
+        missing: indices of the parameters whose gradients are not final yet in this step.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
@@ -132,11 +147,12 @@ class _Bucket:
         self.missing = set(range(len(parameters)))
 
     def fill(self, scale: float, aside: Mapping[Tensor, Tensor] | None) -> None:
-        """Copy the gradients of the parameters, times ``scale``, into the flat tensor.
+        """Copy the parameters' gradients, times ``scale``, into the flat tensor; set the counts.
 
         Args:
-            scale: see above.
-            aside: what has the gradients in the place of parameters; ``None``: these themselves.
+            scale: factor of the gradients; the counts are 1 or 0.
+            aside: by parameter, the tensor whose ``grad`` is the parameter's gradient; ``None``:
+                the gradients are in ``parameter.grad``.
 
         Raises:
             HybridError: a gradient is sparse.
@@ -162,22 +178,28 @@ class _Bucket:
             self.numbers.mul_(scale)
 
     def found(self, aside: Mapping[Tensor, Tensor] | None) -> list[tuple[Tensor, Tensor]]:
-        """The parameters that a replica had a gradient for, with its average, in this memory.
+        """After an average: each parameter that any replica had a gradient for, with its average.
 
         Args:
-            aside: see :meth:`fill`.
+            aside: as in :meth:`fill`.
+
+        Returns:
+            Pairs of parameter and average. The averages are views of this bucket's memory.
         """
         pairs: list[tuple[Tensor, Tensor]] = list(zip(self.parameters, self.views))
         if all(_gradient(parameter, aside) is not None for parameter in self.parameters):
             return pairs
-        # (asks the device, but only for unused parameters)
+        # (the host waits for the device here, but only if there are unused parameters)
         return [pair for pair, count in zip(pairs, self.counts.tolist()) if count > 0]
 
     def empty(self, *, kept: bool = True) -> None:
-        """Hand the averages back to the parameters.
+        """Write the averages into the parameters' gradients; all count as missing again.
+
+        A parameter without a gradient gets a new one if a replica had one for it.
 
         Args:
-            kept: whether this rank uses them; if not, gradients that are there stay what they are.
+            kept: whether this rank uses the averages. If not, the caller must clear the gradients
+                afterwards: possibly they are not written.
         """
         # written into existing gradients, which an optimizer or the user may hold references to
         self.missing = set(range(len(self.parameters)))
@@ -189,7 +211,7 @@ class _Bucket:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views)):
             if parameter.grad is not None:
                 parameter.grad.copy_(view)
-            elif self.counts[index] > 0:  # asks the device, but only for unused parameters
+            elif self.counts[index] > 0:  # the host waits for the device, for unused parameters
                 parameter.grad = view.clone()
 
 
@@ -201,23 +223,26 @@ def _gradient(parameter: Tensor, aside: Mapping[Tensor, Tensor] | None) -> Tenso
 class ReplicaGroup:
     """Averages gradients, and copies weights and buffers, among the ranks with the same stages.
 
-    These are in each replica as many ranks as the stages have copies (ranks that take micro-batches
-    in turn). On a driver that has a copy of a stage of workers, its parameters are proxies; this
+    In each replica as many ranks have the stages as the stages have copies (ranks that take
+    micro-batches in turn). All of these ranks must make the same calls that average or copy, in the
+    same order. On a driver that has a copy of a stage of workers, its parameters are proxies; this
     class reads and writes their memory.
 
     Args:
-        parameters: those of the stages, in the same order on every replica.
-        buffers: gives those that the stages have now (one may be replaced), likewise.
-        group: the group of these ranks.
+        parameters: the parameters of the stages, in the same order on all these ranks.
+        buffers: returns the buffers that the stages have now (one may be replaced), in the same
+            order on all these ranks.
+        group: the group of these ranks, replica by replica.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
-            its replica, so that those of a replica are summed, and those sums averaged.
-        owns: whether this rank steps the parameters; if not, it has no gradient after a sum.
-        survivors: the replicas that go on if one is lost. Then :meth:`finish` waits for nothing,
-            and gradients stay those of this replica until :meth:`take`.
+            its replica: those of one replica are summed, and these sums are averaged.
+        owns: whether this rank steps the parameters; if not, its gradients are ``None`` after an
+            average.
+        survivors: the replicas that go on if one is lost; ``None``: none does. Else :meth:`finish`
+            waits for nothing, and gradients stay those of this replica until :meth:`take`.
 
     Attributes:
-        trainable: the parameters that have gradients, where the rank does not decide that itself;
-            ``None``: those with ``requires_grad``.
+        trainable: the parameters that have gradients, if they are not those with ``requires_grad``
+            on this rank; ``None``: they are.
         aside_of: number of the call whose averages :meth:`take_aside` would take; ``None``: none.
     """
 
@@ -240,20 +265,21 @@ class ReplicaGroup:
         self._survivors = survivors
         self._armed = False
         self._whole = True
-        self._waits = False  # whether sums were begun that nobody has taken
+        self._waits = False  # whether sums were begun for which no `take` came
         self.aside_of: int | None = None
         self._aside: Mapping[Tensor, Tensor] | None = None
         self._buckets: list[_Bucket] = []
-        self._sent: list[dist.Work | None] = []  # transfers of the first buckets
+        self._sent: list[dist.Work | None] = []  # transfers of the buckets that were sent, in order
         self._trainable: list[bool] | None = None
         self._place: dict[Tensor, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
 
     def take_part(self) -> None:
-        """Prepare for gradients that each copy of the stages adds to by itself.
+        """Prepare for a backward, in which each copy of the stages adds gradients by itself.
 
-        If all copies hold the same gradients, as after a sum, only the first one keeps them, so
-        that the next sum does not count them twice.
+        If all copies hold the same gradients, as after an average, only the first copy keeps them:
+        the others set theirs to ``None``, so that the next average does not count them several
+        times.
         """
         if self._copies > 1 and self._whole and self._group.rank() % self._copies:
             self._clear()
@@ -270,10 +296,14 @@ class ReplicaGroup:
         return parameter.requires_grad if trainable is None else parameter in trainable
 
     def arm(self, final: Iterable[Parameter] = ()) -> None:
-        """Begin to average: send each gradient when the next backward, a step's last, completes it.
+        """Begin to average: a backward sends each bucket of gradients that it completes.
+
+        Call it right before the last backward of a step, which makes the gradients final, on all
+        ranks of the group; then :meth:`finish`. Discards averages of :meth:`arm_aside`.
 
         Args:
-            final: parameters whose gradients are final already; those of others are ignored.
+            final: parameters whose gradients are final already; parameters that are not averaged
+                here are ignored.
         """
         if self._size == 1 and self._survivors is None:
             return
@@ -292,7 +322,11 @@ class ReplicaGroup:
                 self._gradient_ready(parameter)
 
     def finish(self) -> None:
-        """Send the gradients that no backward touched, wait, and hand out the averages."""
+        """After :meth:`arm` and the backward: send the other buckets, and write the averages.
+
+        Waits for all transfers. With survivors it does not wait, and writes nothing: see
+        :meth:`is_complete` and :meth:`take`. Without :meth:`arm` before it does nothing.
+        """
         if not self._armed:
             return
         self._armed = False
@@ -317,12 +351,15 @@ class ReplicaGroup:
     def arm_aside(
         self, call: int, leaves: Mapping[Tensor, Tensor], final: Iterable[Parameter] = ()
     ) -> None:
-        """Like :meth:`arm`, of gradients that others have in the place of the parameters.
+        """Like :meth:`arm`, for gradients that are collected by other tensors than the parameters.
+
+        Then call :meth:`send_aside` after the last backward, and later :meth:`take_aside`.
 
         Args:
-            call: a number, for :attr:`aside_of`.
-            leaves: by parameter, what collects its gradient; without it it is not averaged.
-            final: see :meth:`arm`.
+            call: number of the call of the network, for :attr:`aside_of`.
+            leaves: by parameter, the leaf of autograd that collects its gradient. A parameter that
+                is not in it counts as one without a gradient.
+            final: parameters whose leaves have their final gradients already.
         """
         if self._size == 1:
             return
@@ -338,7 +375,7 @@ class ReplicaGroup:
                 self._gradient_ready(parameter)
 
     def send_aside(self) -> None:
-        """Send what has no gradient aside, and wait for nothing."""
+        """Send the buckets that no backward since :meth:`arm_aside` has sent, without waiting."""
         if self._armed:
             self._armed = False
             for bucket in self._buckets:
@@ -347,9 +384,11 @@ class ReplicaGroup:
                 self._send_full_buckets()
 
     def take_aside(self) -> list[tuple[Tensor, Tensor]]:
-        """Wait for the averages, and return those that there are, each with its parameter.
+        """Wait for the averages that :meth:`arm_aside` has begun, and return them.
 
-        Their memory is that of the next averages.
+        Returns:
+            Each parameter that any replica had a gradient for, with the average. The memory of the
+            averages is overwritten by the next averages.
         """
         aside = self._aside
         self._drop_aside()
@@ -357,7 +396,10 @@ class ReplicaGroup:
             return [pair for bucket in self._buckets for pair in bucket.found(aside)]
 
     def _drop_aside(self) -> None:
-        """Wait for averages that are on the way, and forget what they are of."""
+        """Discard the averages begun by :meth:`arm_aside`.
+
+        Waits for their transfers, so that the buckets are free.
+        """
         if self.aside_of is not None:
             for bucket, work in zip(self._buckets, self._sent):
                 assert work is not None
@@ -367,12 +409,21 @@ class ReplicaGroup:
             self._aside = self.aside_of = None
 
     def is_complete(self) -> bool:
-        """Wait for the sums that :meth:`finish` has left. Returns whether all are complete."""
+        """With survivors: wait for the averages that :meth:`finish` has begun.
+
+        Returns:
+            Whether all of them are there; false: a replica was lost. Without survivors true, at
+            once.
+        """
         survivors = self._survivors
         return survivors is None or all(survivors.has_ended(work) for work in self._sent)
 
     def sum_again(self) -> None:
-        """Sum up the same gradients again, without a lost replica."""
+        """After a replica was lost: average the same gradients again, over the other replicas.
+
+        Their groups must have been made anew before (:meth:`Survivors.go_on_with`). Does nothing if
+        no average waits for :meth:`take`.
+        """
         if self._waits:
             # (into new memory: older sums that were given up may still be under way)
             self._trainable = None
@@ -380,10 +431,10 @@ class ReplicaGroup:
             self.reduce()
 
     def take(self, scale: float) -> None:
-        """Write the averages into the gradients: all replicas have them.
+        """With survivors: write the averages into the gradients, once all ranks have all of them.
 
         Args:
-            scale: what they are multiplied with.
+            scale: factor that the averages are multiplied with.
         """
         if not self._waits:
             return
@@ -401,15 +452,17 @@ class ReplicaGroup:
         return size
 
     def reduce(self) -> None:
-        """Average the gradients that have accumulated, without overlap with a backward."""
+        """Average the gradients that there are, outside of a backward; all ranks call it."""
         self.arm()
         self.finish()
 
     def broadcast_buffers(self, among: Iterable[Tensor] | None = None) -> None:
-        """Give every replica the buffers of replica 0, as DDP does with those of rank 0.
+        """Give every rank the buffers of the group's first rank, in replica 0; all ranks call it.
+
+        DDP does the same with the buffers of rank 0.
 
         Args:
-            among: to give only those that are among these; ``None``: all.
+            among: only buffers that are in it (the same objects) are sent; ``None``: all.
         """
         if self._size == 1:
             return
@@ -421,7 +474,7 @@ class ReplicaGroup:
             Broadcasts(self._group).send(buffers)
 
     def broadcast_weights(self) -> None:
-        """Give every replica the weights and buffers of replica 0."""
+        """Give every rank the first rank's weights and buffers; all ranks of the group call it."""
         if self._size == 1:
             return
         self.broadcast_buffers()
@@ -429,7 +482,7 @@ class ReplicaGroup:
             Broadcasts(self._group).send(self._parameters)
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove this object's hooks from the parameters; it must not be used afterwards."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -478,20 +531,25 @@ class ReplicaGroup:
 
 
 def state_buffers(module: nn.Module) -> list[Tensor]:
-    """The buffers of a module that its training steps may read: codebooks, queues, prototypes.
+    """List the buffers of a module that training possibly reads: codebooks, queues, prototypes.
 
-    To have the same numbers as DDP, they must be those of replica 0 in each step. Running
-    statistics of batch normalisation are not among them: training only writes these.
+    All replicas must have those of replica 0 in each step (:meth:`ReplicaGroup.broadcast_buffers`),
+    to compute what DDP computes. Buffers of batch normalisation are not listed: training only
+    writes its running statistics.
     """
     parts = (part for part in module.modules() if not isinstance(part, BatchNorm))
     return [buffer for part in parts for buffer in part.buffers(recurse=False)]
 
 
 def broadcast_module(module: nn.Module, group: Group) -> None:
-    """Give every rank of a gloo ``group`` the weights and buffers of its first.
+    """Give every rank the weights and buffers of a group's first rank; all ranks call it.
 
     Deferred tensors are left out: they follow when they are made, by
     :meth:`ReplicaGroup.broadcast_weights`.
+
+    Args:
+        module: the same module on every rank.
+        group: a gloo group.
     """
     if group.size() == 1:
         return

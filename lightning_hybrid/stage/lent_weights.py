@@ -1,8 +1,9 @@
 """Sends tensors between a worker and its driver, from device to device.
 
-Such are the weights that a worker owns and the driver's stages use too, with their gradients: the
-tied weights of a language model (its embedding and its last layer), or those of a whole stage that
-the driver has a copy of. They are sent in each step; what code on the driver reads when it does.
+They are the weights that a worker owns and the driver's stages use too, and their gradients: tied
+weights of a language model (its embedding and its last layer), or the weights of a stage that the
+driver has a copy of. These are sent in each step. Weights that the user's code reads on the driver
+are sent when it reads them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ _DRIVER = 0
 class LendingLine:
     """Takes tensors from a worker to its driver and back, from device to device.
 
-    Both ranks have one, and both call the same method together.
+    Worker and driver have one each. A method is called on both at the same time, each with its own
+    tensors: one rank's are read, the other's are written.
 
     Args:
         mesh: the mesh of this rank, which is that worker or the driver.
@@ -32,18 +34,18 @@ class LendingLine:
         self._made: dict[tuple[int, int], Broadcasts] = {}
 
     def to_driver(self, tensors: Sequence[Tensor]) -> None:
-        """Write what the worker's tensors have into those of the driver.
+        """Copy the values of the worker's tensors into the driver's; both ranks call it together.
 
-        The write does not raise the versions of the driver's tensors.
+        Autograd does not notice the write: the versions of the driver's tensors stay the same.
 
         Args:
-            tensors: dense ones on the device of the rank, on both ranks of the same sizes and types
-                and in the same order.
+            tensors: this rank's tensors: dense, on its device; on both ranks of the same sizes and
+                types, and in the same order.
         """
         self._send((self._owner, _DRIVER), tensors)
 
     def to_owner(self, tensors: Sequence[Tensor]) -> None:
-        """Write what the driver's tensors have into those of the worker; see :meth:`to_driver`."""
+        """Copy the values of the driver's tensors into the worker's; else as :meth:`to_driver`."""
         self._send((_DRIVER, self._owner), tensors)
 
     def _send(self, ends: tuple[int, int], tensors: Sequence[Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""A module by its names and shapes, of which a process that lacks its classes makes a shell.
+"""The names and shapes of a module, from which a process without its classes makes a shell.
 
-A worker computes with the code of stages, which names parts and their tensors. So a shell will do
-in the place of the module: its parts are plain, but for layers that the engine treats in a way of
-its own, and its tensors have no memory until they are sent.
+A worker computes with the code of stages, which only looks up parts of the module and their tensors
+by name. So a shell replaces the module there: its parts are plain modules, except for layers that
+the engine treats in a special way (batch normalisation, sparse embeddings), and its tensors have no
+memory until their values arrive.
 """
 
 from collections.abc import Iterable
@@ -21,9 +22,9 @@ class _TensorOutline:
     """A parameter or a buffer without its numbers.
 
     Attributes:
-        names: its dotted names in the module, of which a tied one has several.
+        names: its dotted names in the module; a tied tensor has several.
         shape: its shape.
-        stride: its strides in memory.
+        stride: its strides in memory, in numbers.
         dtype: the type of its numbers.
         parameter: whether it is a parameter.
         trained: whether it requires a gradient.
@@ -37,7 +38,7 @@ class _TensorOutline:
     trained: bool
 
     def shell(self) -> Tensor:
-        """A tensor of this kind without memory."""
+        """Make a parameter or buffer of this shape and type, without memory."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         vacate(tensor)
         return nn.Parameter(tensor, requires_grad=self.trained) if self.parameter else tensor
@@ -49,8 +50,8 @@ class _PartOutline:
 
     Attributes:
         name: its dotted name in the module.
-        momentum: of batch normalisation; ``None`` in it: that takes a cumulative average. Empty: it
-            is another layer.
+        momentum: for a batch normalisation, a tuple with its momentum (``None``: it takes a
+            cumulative average); for any other layer, an empty tuple.
         sparse: whether it is an embedding whose gradients are sparse.
     """
 
@@ -66,7 +67,7 @@ class _PartOutline:
         return cls(name, momentum, sparse=embeds and bool(part.sparse))
 
     def shell(self) -> nn.Module:
-        """A part of this kind, whose tensors are to be replaced."""
+        """Make a module of this kind. The caller must replace the tensors that it has."""
         if self.momentum:
             return nn.BatchNorm1d(1, momentum=self.momentum[0])
         return nn.Embedding(1, 1, sparse=True) if self.sparse else nn.Module()
@@ -77,9 +78,9 @@ class ModuleOutline:
     """What a module consists of, without code and numbers.
 
     Attributes:
-        parts: its parts, each before those inside of it.
-        tensors: its parameters and buffers.
-        others: by name, buffers that are not dense, with their numbers.
+        parts: its submodules, each before the ones inside of it.
+        tensors: its dense parameters and buffers.
+        others: by name, its buffers that are not dense, with their numbers, on the CPU.
     """
 
     parts: tuple[_PartOutline, ...]
@@ -88,7 +89,7 @@ class ModuleOutline:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModuleOutline":
-        """The outline of a module as it is now."""
+        """Make the outline of a module as it is now."""
         named = (
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
@@ -106,12 +107,12 @@ class ModuleOutline:
         return cls(tuple(parts), tuple(outlines), found)
 
     def shell(self) -> nn.Module:
-        """A module with parts and tensors of these names, whose dense tensors have no memory."""
+        """Make a module with parts and tensors of these names; dense tensors have no memory."""
         module = nn.Module()
         for part in self.parts:
             owner, _, name = part.name.rpartition(".")
             module.get_submodule(owner).add_module(name, shell := part.shell())
-            for tensors in tables(shell):  # (they come with the outlines of tensors)
+            for tensors in tables(shell):  # (the outlines of tensors add them)
                 tensors.clear()
         for outline in self.tensors:
             tensor = outline.shell()

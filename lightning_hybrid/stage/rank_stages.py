@@ -1,6 +1,6 @@
-"""A rank's stages: how they compute, their lists of instructions, and weights that ranks share.
+"""The stages of a rank: how they compute, their lists of instructions, and shared weights.
 
-All of this follows from the placement, which all ranks know, so that no message is needed.
+Every rank knows the placement, and computes all of this from it without a message.
 """
 
 import warnings
@@ -38,8 +38,9 @@ class StageOptions:
     Attributes:
         compiled: whether they run through ``torch.compile``.
         statistics: the group over which batch normalisation takes its statistics; ``None``: each
-            replica by itself.
-        delayed_weights: the weights that backwards compute with under a delayed schedule.
+            replica takes its own.
+        delayed_weights: the weights that backwards compute with under a schedule in which
+            optimizers step between a forward and its backward.
         shrink: the factor that gradients are multiplied by at every cut that they cross.
     """
 
@@ -54,14 +55,16 @@ class OwnedStage:
     """A stage of this rank.
 
     Attributes:
-        number: of the stage in the network.
-        specializations: this stage of each captured graph of the network, by the number that
-            :class:`CallKey` has; those of further graphs are added later.
-        links: links to its neighbours.
+        number: number of the stage in the network.
+        specializations: the code of this stage for each captured graph of the network, at the index
+            ``CallKey.specialization``; further graphs are appended during a run.
+        links: links to the neighbouring stages.
         is_last: whether it is the network's last stage.
-        label: the prefix of its spans in a trace, if the rank has several stages.
-        early: runs its forwards that come before their turn, under a streamed schedule.
-        splits: whether its backward is split; no more once one could not be.
+        label: the prefix of its spans in a trace; empty if the rank has one stage.
+        early: runs its forwards that come before their turn; ``None``: the schedule is not
+            streamed.
+        splits: whether its backward is split into two parts; set to false when a backward could not
+            be split (:meth:`go_back_in_one`).
     """
 
     number: int
@@ -73,7 +76,11 @@ class OwnedStage:
     splits: bool = False
 
     def go_back_in_one(self, reason: str) -> None:
-        """Stop splitting the backward, and warn why."""
+        """Stop splitting this stage's backward from now on, and warn the user.
+
+        Args:
+            reason: why it cannot be split, for the warning.
+        """
         self.splits = False
         warnings.warn(
             f"Stage {self.number} goes back in one from now on, as under schedule='gpipe': "
@@ -83,7 +90,8 @@ class OwnedStage:
 
 
 Todo = tuple[tuple[int, InstructionKind, int], ...]
-"""A list of instructions of a rank: (index among its stages, instruction, micro-batch)."""
+"""A list of instructions of a rank: (index of the stage among the rank's stages, kind of
+instruction, number of the micro-batch)."""
 
 
 @lru_cache(maxsize=256)
@@ -94,7 +102,19 @@ def lists_of(
     input_gradient: bool,
     inside: Inside = "",
 ) -> tuple[Todo, Todo]:
-    """The forward and the backward list of the rank with this ``pp_rank``."""
+    """Make the lists of instructions of one rank for a call of the network.
+
+    Args:
+        placement: where all stages are, and their schedule.
+        here: ``pp_rank`` of the rank.
+        microbatches: number of micro-batches in the call.
+        input_gradient: whether the driver wants the gradients of the network's inputs.
+        inside: the order of micro-batches, if backwards run inside of the call; empty: they do not.
+
+    Returns:
+        The list for the forward and the list for the backward. With ``inside`` the first one has
+        the backwards too, and the second one is not used.
+    """
     ranks = [copies_of(device) for device in placement.devices]
     name = placement.schedule
     if inside:
@@ -120,7 +140,17 @@ def lists_of(
 def _ordered(
     schedule: Schedule, devices: Devices, ranks: Sequence[tuple[int, ...]]
 ) -> Iterator[list[list[tuple[StageCopy, Instruction]]]]:
-    """By rank, what it does in the forward pass; then likewise in the backward pass."""
+    """Give each rank its instructions, in an order without deadlock.
+
+    Args:
+        schedule: the instructions of each stage.
+        devices: ranks of each stage.
+        ranks: for each stage, the ``pp_rank`` of each copy.
+
+    Yields:
+        For the forward: a list by ``pp_rank`` of the rank's instructions, each with the copy of a
+            stage that it is for. Then the same for the backward.
+    """
     dealt = deal(schedule, [*map(len, ranks)])
     here = range(1 + max(map(max, ranks)))
     places = [
@@ -136,11 +166,18 @@ def _ordered(
 
 
 def borrowed_parameters(network: nn.Module, placement: Placement) -> list[frozenset[str]]:
-    """Per rank of a replica, names in the network of parameters that it uses and another one owns.
+    """For each rank, find the parameters that it uses and another rank of its replica owns.
 
-    Their values come from there, and their gradients go there. The owner is the rank of the
-    earliest stage that uses a parameter, but the driver only if no other rank uses it: it has
-    proxies for parameters that it borrows. Copies of a stage borrow nothing from each other.
+    The owner has their values, and their gradients are brought to it. It is the rank of the
+    earliest stage that uses the parameter, but the driver only if no other rank uses it: the driver
+    has proxies for parameters that it borrows. Copies of a stage borrow nothing from each other.
+
+    Args:
+        network: the whole network.
+        placement: where its stages are.
+
+    Returns:
+        By ``pp_rank``, the names in the network of these parameters.
 
     Raises:
         NetworkError: a stage that has copies shares a parameter with another stage.
@@ -161,10 +198,18 @@ def borrowed_parameters(network: nn.Module, placement: Placement) -> list[frozen
 
 
 def lent_parameters(network: nn.Module, placement: Placement) -> list[frozenset[str]]:
-    """Per rank of a replica, names of the parameters that it owns and the driver uses too."""
+    """For each rank, find the parameters that it owns and the driver of its replica uses too.
+
+    Args:
+        network: the whole network.
+        placement: where its stages are.
+
+    Returns:
+        By ``pp_rank``, the names in the network of these parameters.
+    """
     driver = 0
-    # (without the parameters of a stage that the driver has a copy of, all of which the rank with
-    # the first copy lends the driver)
+    # (`borrowed` lacks the parameters of a stage that the driver has a copy of: the rank with the
+    # first copy lends the driver all of them)
     borrowed = borrowed_parameters(network, placement)
     lent: list[set[str]] = [set() for _ in borrowed]
     for names, device in zip(_parameters_of_stages(network, placement), placement.devices):
@@ -175,7 +220,7 @@ def lent_parameters(network: nn.Module, placement: Placement) -> list[frozenset[
 
 
 def _parameters_of_stages(network: nn.Module, placement: Placement) -> list[frozenset[str]]:
-    """Of each stage, the names of the parameters that it uses."""
+    """For each stage, in their order, the names of the parameters that it uses."""
     parameters = {name for name, _ in network.named_parameters()}
     return [names & parameters for names in placement.owned]
 

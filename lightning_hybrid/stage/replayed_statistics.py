@@ -1,9 +1,10 @@
 """Running statistics of batch normalisation in a stage that several ranks have copies of.
 
-One device updates them once per micro-batch, in order, but copies of a stage take micro-batches in
-turn, and each sees only its own. So each forward runs with statistics of zero, which gives what its
-micro-batch adds to them. At the end of the pass the copies exchange that, and each updates its own
-statistics with all micro-batches in their order: all copies end with the same bits.
+One device updates the statistics once per micro-batch, in order. But copies of a stage take
+micro-batches in turn, and each copy sees only its own. So each forward starts from statistics of
+zero, and what it leaves there is what its micro-batch adds. At the end of the pass the copies
+exchange these additions, and each copy updates its statistics with all micro-batches in their
+order: all copies end with the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +24,13 @@ _COUNT, _AVERAGES = "num_batches_tracked", ("running_mean", "running_var")
 class ReplayedStatistics:
     """The running statistics of one copy of a stage.
 
+    For each micro-batch of this rank the forward runs inside of :meth:`noting`; at the end of the
+    pass all copies call :meth:`replay`.
+
     Args:
         network: the network of the stage.
-        group: gives the group of the copies in this replica, in their order; they make it together
-            when it is first asked for.
+        group: returns the group of the copies in this replica, in the order in which they take
+            micro-batches. Its first call is made by all copies together.
     """
 
     def __init__(self, network: nn.Module, group: Callable[[], Group]) -> None:
@@ -36,7 +40,14 @@ class ReplayedStatistics:
 
     @contextmanager
     def noting(self, stage: Stage, microbatch: int) -> Iterator[None]:
-        """Inside, the forward of a micro-batch writes to zeros, noted for `replay`."""
+        """Context of a micro-batch's forward: it writes to zeros instead of to running statistics.
+
+        At the end the values are kept for :meth:`replay`; after an error nothing is kept.
+
+        Args:
+            stage: the stage.
+            microbatch: number of the micro-batch.
+        """
         noted = {
             name: torch.zeros(buffer.shape, dtype=buffer.dtype, device=stage.device)
             for name, buffer in stage.changed().items()
@@ -46,9 +57,13 @@ class ReplayedStatistics:
         self._seen[microbatch] = torch.cat([n.flatten().to(torch.float64) for n in noted.values()])
 
     def replay(self, stage: Stage, microbatches: int) -> None:
-        """Update the statistics with all micro-batches of a pass; the copies call it together.
+        """Update the running statistics with all micro-batches of a pass; all copies call it.
 
         A micro-batch whose forward has failed changes nothing.
+
+        Args:
+            stage: the stage.
+            microbatches: number of micro-batches of the pass, those of other copies included.
         """
         # (all copies have the same code: either all return here or none)
         seen, self._seen = self._seen, {}
@@ -73,31 +88,34 @@ class ReplayedStatistics:
             self._update(written, dict(zip(written, values)), here)
 
     def _written(self, stage: Stage) -> dict[str, Tensor]:
-        """The statistics of a stage as plain tensors, writes to which autograd does not notice.
+        """By name, the stage's running statistics as tensors whose writes autograd does not notice.
 
-        (It saves buffers that a backward does not need, and would refuse the backward after a
-        write. Proxies on a driver are written to here alone: the owners write the same.)
+        Else autograd would refuse the backward, since it saves the buffers of a batch
+        normalisation, though that backward does not need them. If the driver has a copy of the
+        stage, its proxies of the statistics are written here without a message: their owner writes
+        the same values.
         """
         with as_they_are():
             return {name: tensor.data for name, tensor in stage.changed().items()}
 
     def _update(self, written: dict[str, Tensor], added: dict[str, Tensor], here: Tensor) -> None:
-        """Update statistics as the forward of one micro-batch would, without waiting for a device.
+        """Update statistics as one micro-batch's forward would, without waiting for the device.
 
         Args:
-            written: the statistics by name.
-            added: likewise, what the micro-batch has added to statistics of zero.
-            here: 1; or 0, with zeros in ``added``, if the forward has failed.
+            written: by name, the statistics to update.
+            added: by name, what the micro-batch's forward has made of statistics of zero.
+            here: a tensor with 1; or with 0 if the forward has failed, and then ``added`` has
+                zeros.
         """
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in written):
             prefix = f"{owner}." if owner else ""
             layer: Any = self._network.get_submodule(owner)
             count, momentum = prefix + _COUNT, layer.momentum
-            # (how often the layer ran on this micro-batch: one that is called twice counts twice)
+            # (how often the layer ran on this micro-batch: if it is called twice, it counts twice)
             uses = added.get(count, here).reshape(())
             if count in written:
                 written[count].add_(uses.to(written[count].dtype))
-            if momentum is None:  # a cumulative average; what was noted is that of these uses
+            if momentum is None:  # a cumulative average: the noted value is that of these uses
                 share = uses / written[count].clamp(min=1)
                 kept = 1.0 - share
             else:

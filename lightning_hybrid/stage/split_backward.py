@@ -1,13 +1,13 @@
 """A backward in two parts: first the gradients of the inputs, later those of the weights.
 
-A backward that is asked for the gradients of the inputs alone computes, of each operation on the
-way, only what leads there. The gradients that arrive at operations which use weights are kept, and
-the weight part starts from there: from each such operation to its weights, and no further towards
-the inputs. So nothing is computed twice except what an operation cannot compute apart (batch
-normalisation, for one, sums up the same numbers for both).
+The first part asks autograd for the gradients of the inputs only. Autograd then computes, in each
+operation on the way, only what leads to the inputs. The gradients that arrive at operations which
+use weights are kept, and the second part starts from them: from each such operation to its weights,
+and no further towards the inputs. So nothing is computed twice, except where an operation cannot
+compute the two apart (batch normalisation, for instance, sums up the same numbers for both).
 
-That is exact if it is known which operation leads to which weights, and if an operation may run
-twice. It is not for the following, so backwards with these are not split:
+The result is exact if it is known which operation leads to which weights, and if each operation may
+run twice. That is not so for the following, and a backward that has one of them is not split:
 
 * operations of the user's (``autograd.Function``), which may do more than to return gradients;
 * group normalisation in channels-last, which ends the process if it is asked for the gradients of
@@ -15,9 +15,9 @@ twice. It is not for the following, so backwards with these are not split:
 * weights that two operations use (a recurrent layer, a layer that is called twice);
 * outputs that do not depend on the inputs.
 
-Hooks on parameters are called once, as ever, with the weight part. (TorchDynamo follows no
-code that puts hooks on other tensors; a function under ``torch.compiler.allow_in_graph``, into
-which it does not look, must put none there.)
+Hooks on parameters are called once, as ever, in the second part. A stage has no hooks on other
+tensors: TorchDynamo captures no code that sets them, and a function under
+``torch.compiler.allow_in_graph``, into which it does not look, must not set them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CANNOT_BE_SPLIT = (
     "it has an autograd.Function, a weight that is used twice, an output that no input leads to, "
     "or group normalisation in channels-last"
 )
-"""Why :func:`input_part` cannot split a backward, for the warning."""
+"""Why :func:`input_part` cannot split a backward; part of a warning."""
 
 
 def operations_behind(outputs: Sequence[Any]) -> list[Node]:
-    """The user's operations (``autograd.Function``) in the graph behind these outputs."""
+    """Find the user's operations (``autograd.Function``) in autograd's graph of ``outputs``."""
     start = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
     nodes = reached(start, lambda node: (n for n, _ in node.next_functions if n is not None))
     return [node for node in nodes if isinstance(node, BackwardCFunction)]
@@ -55,8 +55,8 @@ class WeightPart:
     """The second part of a backward, which is still to be done.
 
     Attributes:
-        groups: edges of the graph to start from, the gradients that arrived there, and the weights
-            behind them.
+        groups: each with edges of the graph to start from, the gradients that have arrived there,
+            and the weights to compute the gradients of.
     """
 
     groups: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]]
@@ -75,16 +75,17 @@ class WeightPart:
 def input_part(
     roots: Sequence[GradientEdge], starts: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightPart] | None:
-    """Compute the gradients of the inputs, and keep what those of the weights need.
+    """Compute the gradients of the inputs, and keep what the gradients of the weights need.
 
     Args:
-        roots: edges of the outputs of the forward, each of which requires a gradient.
-        starts: the gradients of these.
-        inputs: leaves of the graph, each of which requires a gradient.
+        roots: edges, in autograd's graph, of the outputs of the forward that require a gradient.
+        starts: the gradient of each of these outputs.
+        inputs: leaves of the graph that require a gradient.
 
     Returns:
-        The gradients of the inputs (None: no output depends on it) and what is left to do;
-        ``None``: the backward cannot be split, and nothing was done.
+        For each input its gradient (``None``: no output depends on it), and the second part, which
+        the caller runs later. ``None`` in the place of both: the backward cannot be split, and
+        nothing was done.
     """
     # 1. The operations at which weights branch off from the way to the inputs.
     way = _PathsToInputs(roots, inputs)
@@ -110,13 +111,14 @@ def input_part(
 
 @dataclass
 class _BackwardNode:
-    """An operation, as the walk has found it.
+    """An operation of autograd's graph; "behind" it are the operations that its gradients go to.
 
     Attributes:
-        children: where its gradients go: operation, and number of the output of that one.
-        reaches: the set of the weights behind it, a bit for each.
-        leads: whether an input is behind it.
-        outputs: numbers of its outputs that are used.
+        children: the next operations behind it, each with the index of the output there that the
+            gradient belongs to.
+        reaches: the set of the weights behind it: bit n stands for the n-th weight that was found.
+        leads: whether it is an input, or an input is behind it.
+        outputs: indices of its outputs that are used.
     """
 
     children: list[tuple[Node, int]]
@@ -126,11 +128,11 @@ class _BackwardNode:
 
 
 class _PathsToInputs:
-    """Which operations lead to the inputs, and which weights flow into them.
+    """Finds which operations of autograd's graph lead to inputs, and where weights branch off.
 
     Args:
-        roots: where the backward begins.
-        inputs: where its first part ends.
+        roots: edges of the outputs, where the backward begins.
+        inputs: leaves whose gradients the first part of the backward computes.
     """
 
     def __init__(self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> None:
@@ -151,9 +153,10 @@ class _PathsToInputs:
         return self._nodes[node].leads
 
     def groups(self) -> list[tuple[list[GradientEdge], list[Tensor]]] | None:
-        """Groups of edges to start the weight part from, with the weights behind them.
+        """Divide the weights into groups, each with the edges that its weight part starts from.
 
-        ``None``: the backward cannot be split.
+        Returns:
+            The edges and the weights of each group; ``None``: the backward cannot be split.
         """
         if not self._splits or not all(self.leads(edge.node) for edge in self.roots):
             return None
@@ -178,12 +181,12 @@ class _PathsToInputs:
         return reduce(or_, (self._nodes[node].reaches for node in nodes), 0)
 
     def _aside(self, node: Node) -> list[Node]:
-        """The next operations behind this one that lead to weights and not to the inputs."""
+        """The operations directly behind ``node`` that lead to weights, but to no input."""
         children = (child for child, _ in self._nodes[node].children)
         return [n for n in children if self._nodes[n].reaches and not self.leads(n)]
 
     def _behind(self, node: Node) -> set[Node]:
-        """All operations that the weight part of this one runs."""
+        """All operations that a weight part runs if it starts from ``node``."""
 
         def children(node: Node) -> Iterable[Node]:
             return (child for child, _ in self._nodes[node].children if self._nodes[child].reaches)
@@ -191,7 +194,7 @@ class _PathsToInputs:
         return reached(self._aside(node), children)
 
     def _walk(self, root: Node) -> None:
-        """Record all operations behind one, without recursion: networks are deep."""
+        """Record ``root`` and all operations behind it, without recursion: networks are deep."""
         todo = [(root, False)]
         while todo:
             node, done = todo.pop()

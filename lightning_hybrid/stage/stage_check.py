@@ -17,13 +17,15 @@ from lightning_hybrid.remote import is_deferred, like, value_of
 Result = TypeVar("Result")
 
 _ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""The share of the largest number by which two runs on a GPU may differ; 5 % in shorter types."""
+"""By how much two runs on a GPU may differ, as a share of the largest number; in shorter types 5
+%."""
 
 
 def with_room_for(module: nn.Module, device: torch.device) -> torch.device:
-    """The device to compute a whole network on: this rank's GPU if it has room, else the CPU.
+    """Choose where to compute a whole network: on this rank's GPU if it has room, else on the CPU.
 
-    It must have twice the size free of all tensors that are not on it yet.
+    There is room if the GPU's free memory is at least twice the size of the parameters and buffers
+    that are not on it yet. If ``device`` is no GPU, it is returned.
 
     Args:
         module: the network.
@@ -42,19 +44,19 @@ def check(
     leaves: Sequence[Tensor],
     device: torch.device | None = None,
 ) -> None:
-    """Run the captured network and its stages on the same inputs and compare bit for bit.
+    """Run the captured network and its stages on the same inputs, and compare bit for bit.
 
-    (On a GPU up to rounding: it does not always add in the same order.) Both start from the same
-    random state and buffers, no backward follows, and what they write is put back. Stages get
-    copies of tensors, as over a link; but slices as they are, since numbers that lie otherwise in
-    memory may be rounded otherwise.
+    On a GPU they are compared up to rounding, since it does not always add in the same order. Both
+    runs start from the same random state and buffers, no backward follows, and what they write to
+    buffers is undone. Stages get copies of tensors, as over a link, but slices as they are: a
+    number is possibly rounded otherwise if it lies elsewhere in memory.
 
     Args:
         graph: the captured network.
         codes: its stages.
-        leaves: from `NetworkGraph.bind`, on the device where the network is.
-        device: where to compute, with copies of the weights if they are elsewhere; by default the
-            device of the leaves.
+        leaves: the inputs, from `NetworkGraph.bind`, on the device where the network is.
+        device: where to compute, with copies of the weights if they are elsewhere; ``None``: the
+            device of the first input.
 
     Raises:
         StitchError: the outputs differ, or stages fail.
@@ -93,14 +95,17 @@ def run(
     received: Callable[[Any], Any] = lambda value: value,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> list[Any]:
-    """Run stages one after the other.
+    """Run the forward of all stages of a network in this process, one after the other.
 
     Args:
         graph: the captured network.
-        stages: its stages.
-        leaves: from `NetworkGraph.bind`.
-        received: turns a value that one stage has sent into what the next one gets.
+        stages: its stages, in order.
+        leaves: the inputs, from `NetworkGraph.bind`.
+        received: turns a value that one stage has sent into the value that the next one gets.
         tensors: parameters and buffers by name; ``None``: the network's own.
+
+    Returns:
+        The outputs of the last stage.
     """
     numbers = graph.values_of_numbers(graph.sizes(leaves))
     values: list[Any] = list(leaves)
@@ -112,7 +117,10 @@ def run(
 
 
 def _received(value: Any) -> Any:
-    """A copy of what a stage has sent; a slice (`clone` would leave out its gaps) as it is."""
+    """Copy what a stage has sent, as a link does; a slice (a view with gaps) stays as it is.
+
+    (`clone` would leave out its gaps.)
+    """
     if not isinstance(value, Tensor):
         return value
     copy = value.clone()
@@ -143,9 +151,16 @@ def _once(
 def with_saved(
     run: Callable[[], Result], pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> Result:
-    """Run code with hooks on the tensors that autograd saves; if it fails by them, without.
+    """Run code with hooks on the tensors that autograd saves, or without if it fails with them.
 
     `torch.func` refuses such hooks, and a forward that runs a backward inside needs what was saved.
+    In these cases ``run`` is called a second time, without hooks.
+
+    Args:
+        run: the code.
+        pack: makes of a tensor to save what is saved in its place.
+        unpack: makes the tensor of what ``pack`` has returned; may raise a ``RuntimeError`` whose
+            text has "saved tensor" to have ``run`` called again.
     """
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -158,7 +173,12 @@ def with_saved(
 
 @contextmanager
 def _put_back(network: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Undo what the block writes to the parameters and buffers of these names."""
+    """Context that undoes at its end what is written inside to parameters and buffers.
+
+    Args:
+        network: the network.
+        names: names of these parameters and buffers; deferred ones are left out.
+    """
     tensors = dict((*network.named_parameters(), *network.named_buffers()))
     written = [tensors[name] for name in names if not is_deferred(tensors[name])]
     with as_they_are():
@@ -176,7 +196,12 @@ def _was_dropped(_: None) -> Tensor:
 
 
 def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs of a graph, with copies in the place of those that the network writes to."""
+    """Copy the inputs of a graph that the network writes to; return all inputs, in their order.
+
+    Args:
+        graph: the captured network.
+        leaves: the inputs, from `NetworkGraph.bind`.
+    """
     written = {leaf.node for leaf in graph.written_leaves}
     return [
         tensor.detach().clone() if leaf.node in written else tensor
@@ -185,16 +210,20 @@ def fresh(graph: NetworkGraph, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def stays_on_cpu(graph: NetworkGraph, leaf: Leaf) -> bool:
-    """Whether an input was on the CPU when the network was captured elsewhere.
+    """Whether an input was on the CPU when its network was captured on another device.
 
-    (Where it is now says nothing: before a network is cut it waits on the CPU, with its inputs.)
+    (Its present device says nothing: before a network is cut, it waits on the CPU with its inputs.)
     """
     example = leaf.node.meta.get("example_value")
     return isinstance(example, Tensor) and example.device.type == "cpu" != graph.device.type
 
 
 def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] | None:
-    """Copies on ``device`` of the tensors that stages use; ``None`` if all are on it already."""
+    """Copy the tensors that stages use to ``device``.
+
+    Returns:
+        The copies by name; ``None``: all tensors are on ``device`` already, and nothing was copied.
+    """
     named = {name: tensor for stage in stages for name, tensor in stage.taken().items()}
     with as_they_are():
         if all(tensor.device == device for tensor in named.values()):
@@ -203,7 +232,7 @@ def _copies(stages: Sequence[Stage], device: torch.device) -> dict[str, Tensor] 
 
 
 def own_copy(value: Tensor, device: torch.device) -> Tensor:
-    """A copy of a parameter or buffer, on ``device``, that shares no memory with it."""
+    """Copy a parameter or buffer (deferred ones, too) to ``device``, into new memory."""
     with as_they_are():
         wanted = value.requires_grad
         copy = value_of(value).detach().to(device, copy=True)
@@ -211,9 +240,9 @@ def own_copy(value: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_to_measure(value: Tensor, device: torch.device) -> Tensor:
-    """A copy of a parameter or buffer on ``device``, to measure what computes with it.
+    """Copy a parameter or buffer to ``device``, to measure code that computes with it.
 
-    Weights that this rank has not made or read get other numbers, since most are another rank's.
+    A parameter whose numbers are not on this rank (most belong to another one) gets random numbers.
     """
     if not (is_deferred(value) and isinstance(value, nn.Parameter)) or value.itemsize == 1:
         return own_copy(value, device)
@@ -224,11 +253,11 @@ def copy_to_measure(value: Tensor, device: torch.device) -> Tensor:
 
 
 def _difference(one: Any, other: Any, *, exact: bool) -> str | None:
-    """How a result differs from the right one, in words; ``None``: it does not.
+    """Say in words how a result differs from the right one; ``None``: it does not.
 
     Args:
-        one: the right one, a tensor or a number.
-        other: the other one.
+        one: the right result, a tensor or a number.
+        other: the result to compare.
         exact: whether to compare bit for bit; else up to rounding.
     """
     if not isinstance(one, Tensor):

@@ -25,6 +25,8 @@ class StagedNetwork:
         engine: runs this rank's stages.
 
     Attributes:
+        calls: differentiable calls that still have a backward to come, by number.
+        keys: keys of calls, by number.
         weight_hooks: the user's hooks on the gradients of weights.
     """
 
@@ -40,12 +42,13 @@ class StagedNetwork:
         self.weight_hooks = WeightHooks(module)
 
     def add_key(self, key: CallKey, number: int | None = None) -> int:
-        """Register a key of calls that exchange tensors of the same shapes.
+        """Register a key of calls: from then on :meth:`open` takes commands that have its number.
 
         Args:
             key: the key.
-            number: on a worker, the driver's number for it. (Some never come: their call has failed
-                on the driver before it told the worker.)
+            number: on a worker, the driver's number for it; on the driver ``None``: the next
+                number. (Some numbers never come to a worker: their call has failed on the driver
+                before.)
 
         Returns:
             Its number.
@@ -56,11 +59,23 @@ class StagedNetwork:
         return number
 
     def uses_rng(self, key: int) -> bool:
-        """Whether a stage up to the last one of this rank draws random numbers."""
+        """Whether this rank's last stage, or a stage before it, draws random numbers in such calls.
+
+        Known after the first call with the key.
+
+        Args:
+            key: number of the key.
+        """
         return self._traffic[key][-1].uses_rng
 
     def open(self, command: Forward) -> Call:
-        """Begin a call; a differentiable one stays open until its backward."""
+        """Make the call that a command describes. A differentiable one is kept in :attr:`calls`.
+
+        The caller removes it there when its last backward has run, or none will follow.
+
+        Args:
+            command: the command; its key must be registered.
+        """
         saved: list[dict[int, SavedForward | Recipe]] = [{} for _ in self.engine.owned]
         key, traffic = self.keys[command.key], self._traffic[command.key]
         travels = command.exchange, command.uses_rng
@@ -72,39 +87,54 @@ class StagedNetwork:
         return call
 
     def trainable(self) -> tuple[bool, ...]:
-        """``requires_grad`` of every parameter."""
+        """Read ``requires_grad`` of every parameter, in the order of ``module.parameters()``."""
         with as_they_are():
             return tuple([parameter.requires_grad for parameter in self._parameters])
 
     def set_trainable(self, flags: Sequence[bool]) -> None:
-        """On a worker: set ``requires_grad`` of every parameter to the driver's."""
+        """On a worker: freeze and thaw every parameter as on the driver (``requires_grad``).
+
+        Args:
+            flags: from :meth:`trainable` on the driver.
+        """
         for parameter, trainable in zip(self._parameters, flags):
             parameter.requires_grad_(trainable)
 
     def owned(self) -> list[str]:
-        """Names, in the LightningModule, of the tensors that this rank owns."""
+        """Names, in the LightningModule, of the parameters and buffers that this rank owns."""
         names = names_of([own.specializations[0] for own in self.engine.owned])
         return self.full_names(name for name in names if name not in self.engine.borrowed)
 
     def full_names(self, names: Iterable[str]) -> list[str]:
-        """Names in the LightningModule of tensors that have these names in the network."""
+        """Turn names of tensors in the network into their names in the LightningModule."""
         return [f"{self.name}.{name}" if self.name else name for name in names]
 
 
 def names_of(stages: Sequence[Stage]) -> list[str]:
-    """Names in the network of the parameters and buffers that these stages use."""
+    """List the names in the network of the parameters and buffers that stages use, each once."""
     named = (pair for s in stages for pair in (*s.named_parameters(), *s.named_buffers()))
     return list(dict.fromkeys(name for name, _ in named))
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; looked up each time, since a buffer may be replaced."""
+    """Look up every parameter and buffer by name; a tied one is there under each of its names.
+
+    Look up again for each use: code may replace a buffer.
+    """
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     return named | dict(module.named_buffers(remove_duplicate=False))
 
 
 def write_tensors(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy ``values`` into the parameters and buffers of these names, where they have memory."""
+    """Copy values into a module's parameters and buffers, in place; deferred ones are skipped.
+
+    A tensor that was left without memory gets memory. A buffer whose new value has another shape,
+    or is sparse, takes over the value's memory.
+
+    Args:
+        module: the module.
+        values: name of each parameter or buffer in the module, and its new value.
+    """
     tensors = tensors_of(module)
     # in place, so that optimizers and stages that know a tensor see its new numbers
     with torch.no_grad(), as_they_are():

@@ -20,7 +20,8 @@ import torch
 from torch.cuda import Event
 
 Mark = float | Event
-"""The beginning of a span: a time in seconds, or an event on the device's current stream."""
+"""Marks when a span has begun: a time in seconds (CPU), or an event on the current stream
+(CUDA)."""
 
 
 class Stopwatch:
@@ -41,19 +42,19 @@ class Stopwatch:
         self._seconds = 0.0
 
     def start(self) -> Mark:
-        """Begin a span, and return the mark by which `stop` ends it."""
+        """Begin a span, and return the mark by which :meth:`stop` ends it. Does not wait."""
         return time.perf_counter() if self._events is None else _passing()
 
     def stop(self, mark: Mark) -> None:
-        """End the span that began with this mark."""
+        """End the span whose :meth:`start` has returned ``mark``. Does not wait."""
         if isinstance(mark, float):
             self._seconds += time.perf_counter() - mark
         elif self._events is not None:
             self._events.append((mark, _passing()))
 
     def read(self) -> float:
-        """Seconds of the spans that have ended."""
-        # (a stream's events pass in order: behind one that has not passed none has)
+        """Seconds of all spans that have ended since this stopwatch was made. Does not wait."""
+        # (a stream's events pass in order: if this one has not passed, no later one has)
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
             self._seconds += begin.elapsed_time(end) / 1e3
@@ -67,25 +68,25 @@ def _passing() -> Event:
 
 
 def bubble(busy_s: list[float], wall_s: float) -> float:
-    """Share of the stages' time in which they run neither forward nor backward.
+    """Share of the stages' time in which they run neither forward nor backward; 0 to 1.
 
     Args:
-        busy_s: seconds of forward and backward of each stage of a replica.
+        busy_s: for each stage of a replica, the seconds of its forwards and backwards.
         wall_s: seconds that passed in the meantime, waiting included.
     """
     return 1.0 - sum(busy_s) / (len(busy_s) * wall_s)
 
 
 def serial_s(busy_s: list[float], replicas: int) -> float:
-    """An estimate of the seconds that one device would take: T_s of Akintoye et al. 2022, Eq. 14.
+    """Estimate the seconds that one device would take: T_s of Akintoye et al. 2022, Eq. 14.
 
     It is the sum of the forwards and backwards of all stages of all replicas, as long as they take
-    here. Loading, losses and optimizer steps are left out of it, but not out of the measured T_p
-    that it is compared with.
+    here. The measured time T_p, with which it is compared, has loading, losses and optimizer steps
+    too; this estimate leaves them out.
 
     Args:
-        busy_s: seconds of forward and backward of each stage of a replica.
-        replicas: number of replicas; each is taken to be as busy.
+        busy_s: for each stage of a replica, the seconds of its forwards and backwards.
+        replicas: number of replicas; all are assumed to be as busy as this one.
     """
     return replicas * sum(busy_s)
 
@@ -94,15 +95,16 @@ VARIABLE = "LIGHTNING_HYBRID_TRACE"
 
 
 class Trace:
-    """The spans of one rank.
+    """The spans of computation of one rank.
 
     Args:
         rank: number of the rank, the "process" of the trace.
         name: the name of the rank in the trace.
-        watch: adds up the time of all spans, if that is asked for.
+        watch: adds up the time of all spans; ``None``: nobody asks for it.
 
     Attributes:
-        on: whether spans are written to a file, or their times added up.
+        on: whether spans are recorded for a file, or their times added up. If not, callers need not
+            open spans.
     """
 
     def __init__(self, rank: int, name: str, watch: Stopwatch | None = None) -> None:
@@ -116,7 +118,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record the time spent inside, on the row "compute"."""
+        """Context that records the time spent inside, under this name on the row "compute"."""
         # two clocks: the watch's is exact, the trace's is the same for all ranks of a host
         mark = self._watch.start() if self._watch else None
         start = time.time()
@@ -131,7 +133,7 @@ class Trace:
                 self._events.append(event)
 
     def write(self) -> None:
-        """Write what was recorded so far."""
+        """Write what was recorded so far to this rank's file, if a trace is wanted."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 """Calls the user's hooks on gradients of weights once per backward pass, as on one device.
 
-The gradient of a weight comes in pieces: of each micro-batch and call of the network, of a penalty,
-of other ranks that use the weight too. Autograd calls a hook for each piece, but the user's are to
-get the sum, which they may change (`Tensor.register_hook`) or step with and free
-(`Tensor.register_post_accumulate_grad_hook`). So before a backward pass every rank takes the hooks
-off its weights, and puts aside the gradients that are there already; when all pieces are there it
-puts the hooks back and calls them.
+The gradient of a weight comes in pieces: of each micro-batch, of each call of the network, of a
+penalty, of other ranks that use the weight too. Autograd calls a hook for each piece, but the
+user's hooks are to get the sum, which they may change (`Tensor.register_hook`), or use for a step
+and free (`Tensor.register_post_accumulate_grad_hook`). So before a backward pass every rank takes
+the hooks off its weights, and puts aside the gradients that the weights have already. When all
+pieces are there, it puts the hooks back and calls them.
 """
 
 from collections.abc import Iterator
@@ -41,20 +41,22 @@ class _TakenHooks:
 
 
 class GradientsThere(Protocol):
-    """The gradients of weights that other ranks own."""
+    """Reads and sets, on the driver, the gradients of weights that other ranks own."""
 
     def has(self, weight: nn.Parameter) -> bool:
-        """Whether another rank owns a weight."""
+        """Whether another rank owns this weight."""
 
     def take(self, weight: nn.Parameter) -> Tensor | None:
-        """Take the gradient off a weight at its owner."""
+        """Return the gradient that a weight has at its owner, and set it to ``None`` there."""
 
     def put(self, weight: nn.Parameter, gradient: Tensor | None) -> None:
-        """Set the gradient of a weight at its owner."""
+        """Set the gradient of a weight at its owner; ``None``: it has none afterwards."""
 
 
 class WeightHooks:
     """The user's hooks on the weights of one network, on one rank.
+
+    Before a backward pass call :meth:`hold`, after it :meth:`release`.
 
     Args:
         module: the network.
@@ -80,17 +82,17 @@ class WeightHooks:
             return [name for name, _ in self._hooked()]
 
     def late(self) -> list[str]:
-        """Names of the weights with post-accumulate hooks of the user's, which may step."""
+        """Names of the weights with post-accumulate hooks of the user's (which may step)."""
         with as_they_are():
             found = [(name, gradient_hooks(weight, late=True)) for name, weight in self._hooked()]
         return [name for name, hooks in found if any(map(is_of_the_user, hooks))]
 
     def hold(self, there: GradientsThere | None = None) -> None:
-        """Take hooks off for a backward pass, and put aside the gradients that are there.
+        """Take hooks off the weights for a backward pass, and put the weights' gradients aside.
 
         Args:
-            there: the gradients of weights that other ranks own, if this rank holds and calls the
-                hooks on those too.
+            there: access to the gradients of weights that other ranks own, if this rank holds and
+                calls the hooks on those weights too; ``None``: it does not.
         """
         # (a hook sees the gradient of this pass alone, and not what had accumulated before it)
         self.held = True
@@ -100,7 +102,7 @@ class WeightHooks:
         self._taken += [_TakenHooks(weight, hooks, self._take(weight)) for weight, hooks in taken]
 
     def _take(self, weight: nn.Parameter) -> Tensor | None:
-        """Take the gradient off a weight."""
+        """Return the gradient of a weight, here or at its owner, and set it to ``None`` there."""
         if self._there is not None and self._there.has(weight):
             return self._there.take(weight)
         with as_they_are():
@@ -108,16 +110,18 @@ class WeightHooks:
         return gradient
 
     def _hooked(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights that have hooks of the user's, with their names."""
+        """The weights that have hooks of the user's, each with its name in the network."""
         for weight in with_gradient_hooks(self._names):
             if any(map(is_of_the_user, gradient_hooks(weight))):
                 yield self._names[weight], weight
 
     def release(self, *, call: bool = True) -> None:
-        """Put the hooks back after a backward pass, and call them on its summed gradients.
+        """After a backward pass, put the hooks back, and call them on the pass's summed gradients.
+
+        Their results are added to the gradients that :meth:`hold` has put aside.
 
         Args:
-            call: whether to call them; else the gradients are added as they are.
+            call: whether to call the hooks; else the summed gradients are added as they are.
 
         Raises:
             Exception: a hook has raised it.
@@ -139,7 +143,7 @@ class WeightHooks:
                     self._add(held, gradient, call=call)
 
     def _put(self, weight: nn.Parameter, gradient: Tensor | None) -> None:
-        """Give a weight a gradient again."""
+        """Set the gradient of a weight, here or at its owner."""
         if self._there is not None and self._there.has(weight):
             self._there.put(weight, gradient)
             return
@@ -166,6 +170,6 @@ class WeightHooks:
 
 
 def is_of_the_user(hook: object) -> bool:
-    """Whether a hook on a gradient is not one of this package's."""
+    """Whether a hook on a gradient was set by the user's code, not by this package."""
     ours = __name__.partition(".")[0] + "."
     return not (getattr(hook, "__module__", "") or "").startswith(ours)
