@@ -13,7 +13,7 @@ from lightning_hybrid.schedules import STREAMED
 
 
 class Announcements:
-    """Prints the lines of one run.
+    """Prints to the user how the networks of one run are found and cut, each line once.
 
     Args:
         options: has the functions that print a line and show progress.
@@ -33,7 +33,12 @@ class Announcements:
         self._options.progress.doing(f"{what} {found.name or 'self'!r}")
 
     def say(self, found: FoundNetwork, text: str) -> None:
-        """Print a line about a network, unless the same line was printed before."""
+        """Print a line about a network, unless the same line was printed before.
+
+        Args:
+            found: the network; its name begins the line.
+            text: the rest of the line, a predicate.
+        """
         if (found.name, text) not in self._said:
             self._said.add((found.name, text))
             self._options.say(f"{found.shown} {text}")
@@ -63,7 +68,11 @@ class Announcements:
         )
 
     def is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
-        """Say that batches of a network are split, if parts of it are not, or were only tried."""
+        """Say that batches of a network are split, where the user should know more than that.
+
+        That is so if a part of the network takes the batch whole, or if it was not proven but only
+        tried, for some operations, that samples do not affect each other. Else nothing is printed.
+        """
         said = "goes through its stages in micro-batches"
         if graph.split_by != "proof":
             self.say(
@@ -79,7 +88,12 @@ class Announcements:
             )
 
     def backwards_follow(self, found: FoundNetwork, reason: str) -> None:
-        """Say that backwards do not run inside of calls, and why."""
+        """Say that backwards do not run inside of a network's calls, but after all forwards.
+
+        Args:
+            found: the network.
+            reason: why, as a clause.
+        """
         # (the name was that of another schedule before)
         other = (
             " The schedule that begins with later batches of accumulate_grad_batches early is "
@@ -92,7 +106,10 @@ class Announcements:
         )
 
     def captured_again(self, found: FoundNetwork) -> None:
-        """Say once, for values of one kind, which value in a network's Python has changed."""
+        """Say that a network was captured again, and which value in its Python has changed.
+
+        It is said once for each kind of value, and not if TorchDynamo has given no reason.
+        """
         reason = found.capture.reason
         if reason is None:
             return
@@ -147,7 +164,9 @@ class Announcements:
 
 
 def _what_to_do(reason: str) -> str:
-    """What has changed when a network was captured again, and what the user can do.
+    """What has changed when a network was captured again, and what the user can do about it.
+
+    The text completes "it was captured again for another ...".
 
     Args:
         reason: the condition that has failed, as TorchDynamo words it.

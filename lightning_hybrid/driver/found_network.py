@@ -57,7 +57,10 @@ class FoundNetwork:
         return f"Network {self.name or 'self'!r} ({type(self.module).__name__})"
 
     def network_of(self, graph: NetworkGraph) -> tuple[DrivenNetwork, Plan] | None:
-        """The cut network, and its plan, whose weights this graph uses; ``None``: there is none.
+        """Find which of the networks in `driven` has weights that a graph uses.
+
+        Returns:
+            The network and its plan; ``None``: the graph uses weights of none of them.
 
         Raises:
             NetworkError: the graph uses weights of two of them.
@@ -107,7 +110,7 @@ class WatchedModule:
     several: str = ""
 
     def put(self, state: ModuleState, reason: str = "") -> None:
-        """Set the state, and the reason for it."""
+        """Set the state, and the reason for it (a predicate of the module)."""
         self.state = state
         self.reason = reason
 
@@ -118,7 +121,7 @@ def is_materialized(module: nn.Module) -> bool:
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The submodules that have parameters of their own."""
+    """The modules in a module, itself included, that have parameters of their own."""
     return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
 
 

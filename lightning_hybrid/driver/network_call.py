@@ -146,10 +146,10 @@ class _CallNode(torch.autograd.Function):
 
 
 def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None:
-    """Refuse a call whose arguments share memory of which the network writes to one.
+    """Refuse a call in which the network writes to an argument that shares memory with another.
 
-    They are sent to the stages as separate tensors, so that a write to one would not change the
-    other, as it does on one device.
+    Arguments are sent to the stages as separate tensors, so that a write to one would not change
+    the other, as it does on one device.
 
     Raises:
         NetworkError: a written argument shares its memory with another one.
@@ -178,12 +178,17 @@ def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence
 def _join_gradients(
     inputs: Sequence[Gradients], wanted: Sequence[bool], graph: NetworkGraph
 ) -> Gradients:
-    """Join gradients of the inputs over the micro-batches; those of unsplit inputs are added.
+    """Join gradients of the inputs over the micro-batches.
+
+    Those of an input that was not split, and that each micro-batch has got whole, are added.
 
     Args:
         inputs: per micro-batch, the gradients of the inputs.
         wanted: for each input whether it needs a gradient.
         graph: tells in which dimension an input has the samples.
+
+    Returns:
+        For each input its gradient; ``None``: it needs or has none.
     """
     found: Gradients = []
     for index, (wants, leaf) in enumerate(zip(wanted, graph.leaves)):

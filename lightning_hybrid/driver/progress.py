@@ -47,7 +47,7 @@ class StartProgress:
             self._thread.start()
 
     def doing(self, what: str) -> None:
-        """Set the current work: a description with all its numbers."""
+        """Note that the piece of work that ``what`` describes begins now, and the last one ends."""
         now = time.perf_counter()
         if self._what:
             self.seconds[self._what] += now - self._since
@@ -55,7 +55,7 @@ class StartProgress:
         self._since = now
 
     def over(self) -> None:
-        """End: all work is done, or has failed."""
+        """Note that the last piece of work has ended or failed, and stop the thread."""
         self.doing("")
         thread, self._thread = self._thread, None
         if thread is not None:

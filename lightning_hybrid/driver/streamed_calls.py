@@ -55,14 +55,13 @@ class Batches:
     """The training batches of a run whose schedule is not streamed: none is fetched early."""
 
     def ahead(self, count: int) -> Batch | None:
-        """The batch that comes ``count`` batches after the current one.
+        """The batch that comes ``count`` batches after the current one; in this class ``None``.
 
         Args:
             count: 0 for the current batch itself.
 
         Returns:
-            The batch; ``None``: there is no current batch, or the schedule does not allow that it
-            begins early.
+            The batch; ``None``: there is no current batch, or the later one must not begin early.
         """
         return None
 
@@ -105,7 +104,11 @@ class EarlyCall:
         ]
 
     def why_other(self, number: int) -> str:
-        """Why an input is not the one that was sent, for an error, by its position."""
+        """Why an input of the real call is not the one that was sent, as a text for an error.
+
+        Args:
+            number: position of the input, from :meth:`other`.
+        """
         given = self.graph.leaves[number]
         if self.leaves[number].dim() == 0:
             return _is_number(given)
@@ -204,7 +207,7 @@ class EarlyCalls:
             self._tell()
 
     def drop(self) -> None:
-        """Give up all launched calls.
+        """Give up all launched calls on all ranks.
 
         The stages that have not begun them yet run them now, so that no activation stays on a link;
         the driver receives and drops what arrives in the end.
@@ -272,7 +275,15 @@ class EarlyCalls:
         )
 
     def _refuse_several(self, batch: Batch, key: CallKey) -> None:
-        """Refuse a second call of the network in a step, and one without gradients."""
+        """Refuse a second call of the network in a step, and a call without gradients.
+
+        Args:
+            batch: the current batch.
+            key: the key of the call that is made now.
+
+        Raises:
+            NetworkError: the call is such a call.
+        """
         if not key.grad:
             raise self._refused(
                 "training_step calls the network without gradients too, in the middle of what is "
@@ -308,7 +319,8 @@ def _those(
         static: whether the number of samples must be the same.
 
     Returns:
-        The inputs; ``None``: the later batch has other shapes or types than the current one.
+        The inputs; ``None``: they have other shapes or types than those of the current batch, or
+        need gradients.
     """
     tensors = batch.tensors
     if any(place is not None and place >= len(tensors) for place in places):
@@ -327,7 +339,7 @@ def _those(
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same numbers in the same memory."""
+    """Whether two tensors show the same memory in the same way (shape, strides, type)."""
     return a is b or (
         a.numel() > 0
         and a.data_ptr() == b.data_ptr()

@@ -75,22 +75,23 @@ class ReplicaGradients:
         return self.overlap(calls + 1) and network not in self.unaveraged
 
     def take_inside(self, factor: Tensor | None) -> bool:
-        """Whether such averages are right. All drivers call this together.
+        """Whether averages that were begun in a call (:meth:`begin_inside`) may be used.
 
-        This host waits for its last stage here, while the stages before still go back.
+        That is so if all replicas have the same factor. Collective over the drivers. This rank
+        waits here until its device has computed the factor.
 
         Args:
-            factor: what gradients of this replica are multiplied with; ``None``: they are not
-                averaged, or not so.
+            factor: by what this replica multiplies the gradients that the call has left aside;
+                ``None``: this replica cannot use the averages.
         """
         number = inf if factor is None else float(factor)
         return agree(self._drivers, number if isfinite(number) else None)
 
     @contextmanager
     def kept_local(self) -> Iterator[None]:
-        """Inside, gradients of a backward pass stay those of each replica, and are not averaged.
+        """Inside, gradients of a backward pass are not averaged: each replica keeps its own.
 
-        As under DDP, where `torch.autograd.grad` gives those of each replica too.
+        It is for `torch.autograd.grad`, which averages none under DDP either.
         """
         synchronize, self.synchronize = self.synchronize, False
         self.bring_to_owners()
@@ -114,7 +115,11 @@ class ReplicaGradients:
 
     @signals_deferred
     def after_backward(self) -> None:
-        """Average the gradients that the backward passes have not averaged while they ran."""
+        """Average the gradients that the backward passes have not averaged while they ran.
+
+        Called after each `loss.backward()`. Collective over all ranks of all replicas; it averages
+        nothing while :attr:`synchronize` is False.
+        """
         self.bring_to_owners()
         if not self.synchronize:
             return
@@ -130,7 +135,13 @@ class ReplicaGradients:
             self._take_together(self._survivors)
 
     def _take_together(self, survivors: Survivors) -> None:
-        """Take the averages when all ranks of all replicas that are left have them."""
+        """Set the averaged gradients, once all ranks of all replicas that are left have their sums.
+
+        If a replica is lost meanwhile, the others sum again without it.
+
+        Args:
+            survivors: the replicas that are left.
+        """
         groups, ask = [*self._replicated.networks, self._replicated.rest], self._commands.ask
         while True:
             survivors.begin_total()
