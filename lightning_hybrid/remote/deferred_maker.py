@@ -55,7 +55,7 @@ from lightning_hybrid.remote.unread import is_unread
 
 
 def _was_loaded(tensor: Any) -> bool:
-    """Whether a deferred tensor is one that a checkpoint which is being loaded has."""
+    """Whether the checkpoint that is being loaded has written to a deferred tensor."""
     deferral: DeferredMaker | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
@@ -76,7 +76,10 @@ _living: weakref.WeakSet[DeferredMaker] = weakref.WeakSet()
 
 
 def forget_made() -> None:
-    """After a cut, drop what no tensor of this rank is made of any more, and close its files."""
+    """Drop what all makers have recorded and no deferred tensor of this rank needs any more.
+
+    Called after a cut. Files from which only dropped tensors were to be read are closed.
+    """
     for deferral in _living:
         deferral.tape.forget()
 
@@ -106,7 +109,10 @@ class DeferredMaker(Maker):
 
     @contextlib.contextmanager
     def building(self, module: nn.Module) -> Iterator[None]:
-        """Inside, new tensors have no memory; afterwards those of ``module`` are deferred."""
+        """Inside, new tensors have no memory; afterwards those of ``module`` are deferred.
+
+        Tensors that the module had before stay as they are.
+        """
         before = {id(tensor) for _, tensor in _state(module)}
         with self._noting(), _started_threads(self._recorded):
             yield
@@ -154,7 +160,7 @@ class DeferredMaker(Maker):
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Inside, operations of this thread run as ever."""
+        """Inside, operations of this thread run as ordinary ones and are not recorded."""
         self._thread.unrecorded = getattr(self._thread, "unrecorded", 0) + 1
         try:
             yield
@@ -162,10 +168,10 @@ class DeferredMaker(Maker):
             self._thread.unrecorded -= 1
 
     def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
-        """Let tensors that other ranks own be written to here.
+        """Let tensors of a module that other ranks own be written to on this rank.
 
         Returns:
-            These tensors, each with its name and where its numbers were.
+            Each of these tensors, its name, and the words for where its numbers are.
         """
         away: list[Any] = [tensor for _, tensor in _state(module) if is_offloaded(tensor)]
         before = [(tensor, tensor._full_name, tensor._where) for tensor in away]
@@ -205,10 +211,10 @@ class DeferredMaker(Maker):
                     swap_memory(tensor, ordinary(tensor, self.tape.lift(tensor)))
 
     def _take(self, module: nn.Module) -> None:
-        """Make deferred tensors of a module's parameters and buffers that the tape has recorded.
+        """Turn a module's parameters and buffers that the tape has recorded into deferred tensors.
 
-        Other tensors in the module get their memory and numbers now, if they are not computed from
-        parameters.
+        Other recorded tensors (attributes, tensors of other classes) get their memory and numbers
+        now, unless they are in autograd's graph: these become deferred too.
         """
         state = {id(t): (name, t) for name, t in _state(module)}
         with as_they_are():
@@ -246,9 +252,9 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Answers(TorchFunctionMode):
-    """While a module is built, answers for tensors without memory what Python reads of them.
+    """While a module is built, answers what Python asks tensors without memory.
 
-    They seem to be on the device of the deferral, and their numbers are made when they are read.
+    They seem to be on the device of the maker, and their numbers are made when they are read.
     """
 
     def __init__(self, deferral: DeferredMaker) -> None:
@@ -279,7 +285,11 @@ class _Answers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _take_kind(self, tensor: Tensor, data: Tensor) -> None:
-        """Before ``tensor.data = data``: if one of them alone has memory, `tensor` is as `data`."""
+        """Prepare ``tensor.data = data``, if only one of the two has memory.
+
+        Torch refuses to set ``data`` on another device: so `tensor` gets empty memory on the device
+        of `data`.
+        """
         known = map(self._deferral.tape.knows, (tensor, data))
         with as_they_are(), self._deferral.unrecorded():
             if tensor.is_meta is not data.is_meta and any(known):
@@ -287,7 +297,15 @@ class _Answers(TorchFunctionMode):
                 swap_memory(tensor, ordinary(tensor, empty))
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Move a tensor, which stays without memory if it seems to be on that device already."""
+        """Carry out a move of a tensor to a device.
+
+        A tensor without memory that seems to be on that device already stays without.
+
+        Args:
+            func: ``to``, ``cpu``, ``cuda``, `torch.as_tensor` or `torch.asarray`.
+            args: its arguments, the tensor first.
+            kwargs: its keywords.
+        """
         if not isinstance(args[0], Tensor) or not self._deferral.tape.knows(args[0]):
             return func(*args, **kwargs)
         home = self._deferral.device
@@ -362,8 +380,14 @@ class _TapeRecorder(TorchDispatchMode):
     ) -> Any:
         """Run an operation with an argument on the meta device, which has numbers on no rank.
 
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: its keywords.
+            bare: those of its arguments that code has made with ``device="meta"``.
+
         Raises:
-            DeferredError: it needs the numbers.
+            DeferredError: the operation needs their numbers.
         """
         known = [t for _, t in tensors_in((args, kwargs)) if self._tape.knows(t)]
         device = kwargs.get("device")
@@ -415,7 +439,13 @@ class _TapeRecorder(TorchDispatchMode):
         return returned
 
     def _draw(self, func: Any, noted: tuple[Any, Any], written: list[View]) -> None:
-        """Advance the random generator as an operation does: draw its numbers and drop them."""
+        """Advance the random generator as an operation does: draw its numbers and drop them.
+
+        Args:
+            func: the operation, which draws random numbers.
+            noted: its arguments and keywords, with a `View` for each tensor without memory.
+            written: the views among them that it writes to.
+        """
         fills = schema(func).name in _FILLS
 
         def real(value: Any) -> Any:
@@ -467,7 +497,13 @@ class _TapeRecorder(TorchDispatchMode):
 def _started_threads(
     inside: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Within, threads that this one starts, and those that they start, run in another context."""
+    """Inside, each thread that this one starts runs in a context of its own.
+
+    So do threads that these threads start.
+
+    Args:
+        inside: makes the context for one thread.
+    """
     kind: Any = threading.Thread
     original, members = kind.start, {threading.get_ident()}
 

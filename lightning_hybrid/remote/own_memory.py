@@ -15,7 +15,7 @@ _LEAST_BYTES = 2**20
 
 
 def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage without numbers; on CPUs a large one is a mapping of its own.
+    """Make an uninitialised storage; on CPUs a large one is a mapping of its own.
 
     Args:
         size: its size in bytes.
@@ -28,7 +28,7 @@ def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
 
 
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor without numbers, of the size, type and strides of one on the device `meta`."""
+    """Make an uninitialised tensor of the size, type and strides of one on the meta device."""
     storage = memory_for(tensor.untyped_storage().nbytes(), device)
     made = torch.empty(0, dtype=tensor.dtype, device=device)
     return made.set_(storage, 0, tensor.shape, tensor.stride())

@@ -30,7 +30,16 @@ def exchange_files(one: Path, other: Path) -> bool:
 
 
 def new_file(target: Path) -> Path:
-    """The path where what replaces ``target`` is written: nothing is there, and its folder is."""
+    """Prepare to write a file or folder that is to replace ``target``; see :func:`becoming`.
+
+    The folder around it is made, and what an earlier attempt has left is removed.
+
+    Returns:
+        The path to write to, in the folder of ``target``; nothing is there.
+
+    Raises:
+        IsADirectoryError: ``target`` is a folder, and no sharded checkpoint.
+    """
     if target.is_dir() and not is_sharded(target):
         raise IsADirectoryError(
             errno.EISDIR, "a checkpoint cannot take the place of a folder", str(target)
@@ -42,7 +51,7 @@ def new_file(target: Path) -> Path:
 
 
 def new_folder(target: Path) -> Path:
-    """A folder that is to become ``target``; see :func:`becoming`."""
+    """Make an empty folder that is to replace ``target``, as :func:`new_file`; return its path."""
     folder = new_file(target)
     folder.mkdir()
     return folder
@@ -50,9 +59,14 @@ def new_folder(target: Path) -> Path:
 
 @contextmanager
 def becoming(new: Path, target: Path) -> Iterator[Path]:
-    """Inside, a file or folder is filled. Then it replaces ``target``; after an error it goes.
+    """Inside, a new file or folder is written. At the end it replaces ``target``.
 
-    A kill leaves it, under a name that begins with a dot, and the next attempt removes it.
+    After an error it is removed. A kill leaves it, under a name that begins with a dot, and the
+    next attempt removes it.
+
+    Args:
+        new: path of the new one, from :func:`new_file` or :func:`new_folder`.
+        target: the path that it gets.
     """
     try:
         yield new
