@@ -1,4 +1,4 @@
-"""A captured graph is planned, cut and checked, and its stages are handed out to all ranks."""
+"""Plans, cuts and checks a captured graph, and gives all ranks of the replica their stages."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -473,9 +473,10 @@ def why_not_cut(graph: NetworkGraph) -> str | None:
 
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
-    """Inside, modes and hooks of the code around a call do not affect planning, cuts and checks.
+    """Inside, gradients are enabled, and inference mode and saved-tensor hooks are off.
 
-    The first call may be one of a validation, in inference mode, and its plan is for training too.
+    Planning, cuts and checks run inside: the call in which they run is possibly one of a
+    validation, in inference mode, and the plan is for training too.
     """
     with (
         torch.inference_mode(False),
@@ -523,9 +524,9 @@ def _where_the_network_is(network: nn.Module, leaves: Sequence[Tensor]) -> list[
 
 
 def _microbatches(graph: NetworkGraph, leaves: Sequence[Tensor], stages: int) -> int:
-    """The default number of micro-batches: twice the stages, but at least two samples in each.
+    """The default number of micro-batches: twice ``stages``, but at least two samples in each.
 
-    On CPUs a convolution of a single sample is several times slower.
+    (On CPUs a convolution of a single sample takes several times as long per sample.)
     """
     batch = graph.batch_of(leaves) or _first_size(leaves)
     return max(1, min(2 * stages, batch // 2))

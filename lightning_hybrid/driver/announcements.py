@@ -24,11 +24,12 @@ class Announcements:
         self._said: set[tuple[str, str]] = set()
 
     def doing(self, found: FoundNetwork, what: str) -> None:
-        """Show in the progress what is being done with a network now.
+        """Show the user, by the lines of `StartProgress`, what is done with a network now.
 
         Args:
             found: the network.
-            what: a verb and perhaps a preposition, as in "planning".
+            what: a participle that the network's name follows ("planning", "checking the stages
+                of").
         """
         self._options.progress.doing(f"{what} {found.name or 'self'!r}")
 
@@ -44,7 +45,7 @@ class Announcements:
             self._options.say(f"{found.shown} {text}")
 
     def becomes_several_graphs(self, found: FoundNetwork) -> None:
-        """Say that a network becomes a chain of graphs, and why."""
+        """Say that a network becomes a chain of graphs, for the reason in ``found.reason``."""
         self.say(
             found,
             "becomes several graphs, with its own Python between them on the driver, since it "
@@ -122,7 +123,11 @@ class Announcements:
             )
 
     def planned(self, found: FoundNetwork, plan: Plan) -> None:
-        """Print the plan of a network, and warnings about the schedule and the network."""
+        """Print the plan of a network, and warnings that follow from it.
+
+        Warnings are about a schedule that is not exact, a compiled network, and batch normalisation
+        in micro-batches.
+        """
         self._options.say(f"{found.shown}: {plan.describe()}".rstrip())
         schedule = STREAMED.get(plan.schedule)
         if schedule is not None and schedule.trades and self._options.trains:

@@ -172,7 +172,9 @@ def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
 
 
 def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
-    """Refuse post-accumulate hooks under a schedule that begins with later batches early.
+    """Refuse hooks by ``register_post_accumulate_grad_hook`` under schedules that run ahead.
+
+    Such a hook possibly changes weights with which later batches have begun already.
 
     Raises:
         NetworkError: there is such a hook.
@@ -189,7 +191,9 @@ def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
 
 
 class ChosenGradients:
-    """Runs the backward passes of the user's code on one driver.
+    """Runs the backward passes of the user's code on one driver, in the place of autograd's engine.
+
+    It gives right gradients also where weights of networks that are cut are chosen as inputs.
 
     Args:
         networks: the networks that are cut; the list may grow.
@@ -236,7 +240,7 @@ class ChosenGradients:
         Raises:
             NetworkError: inputs are weights of a network whose stages have copies, which is whole
                 on no rank, whose gradients come steps later, or which has hooks on weights.
-            RuntimeError: the outputs do not depend on an input, and ``allow_unused`` is False.
+            RuntimeError: the outputs are independent of an input, and ``allow_unused`` is False.
         """
         run = partial(
             run, outputs, starts, keep, create_graph, accumulate_grad=accumulate_grad, **options

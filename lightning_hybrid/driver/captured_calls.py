@@ -71,7 +71,7 @@ def why_on_driver() -> str | None:
 
 
 class LoggingLater:
-    """Delays the calls of `log` and `log_dict` in a captured ``forward`` until it is over.
+    """Delays the calls of ``self.log`` and ``self.log_dict`` in a ``forward`` until it is over.
 
     Args:
         module: the LightningModule.
@@ -96,7 +96,10 @@ class LoggingLater:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, calls of `log` are recorded; they are made at the end, if there is no error."""
+        """Inside, ``self.log`` and ``self.log_dict`` of the module only record their arguments.
+
+        The calls are made at the end, in their order; after an error inside they are dropped.
+        """
         own = {name: vars(self._module).get(name) for name in self._instead}
         vars(self._module).update(self._instead)
         try:

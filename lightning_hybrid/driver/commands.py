@@ -117,7 +117,11 @@ class Workers:
             raise
 
     def refuse_in_pass(self) -> None:
-        """Raise HybridError if workers may be waiting for a stage of this rank."""
+        """Refuse to send a command in a pass in which workers possibly wait for this rank.
+
+        Raises:
+            HybridError: such a pass is under way; see :meth:`passing`.
+        """
         if self._in_pass:
             raise HybridError(
                 "A weight, buffer or gradient that another rank owns was read or changed, or an "
@@ -169,10 +173,13 @@ class Commands:
         self.tell_each(dict.fromkeys(self.workers.ranks, command))
 
     def tell_each(self, commands: Mapping[int, Command]) -> None:
-        """Send each of some workers a command of its own, without waiting.
+        """Send some workers commands, without waiting.
 
         Args:
-            commands: by ``pp_rank`` of the worker.
+            commands: the commands, by ``pp_rank`` of the worker.
+
+        Raises:
+            HybridError: see :meth:`tell`.
         """
         if not commands:
             return

@@ -111,7 +111,10 @@ class Discovery:
 
     @property
     def found(self) -> bool:
-        """Whether a network was cut (or kept, if that is allowed), or none is looked for."""
+        """Whether the search is over: a network was cut (or kept, with automatic sizes).
+
+        It is True also if no network is looked for.
+        """
         enough = (
             (ModuleState.CUT, ModuleState.KEPT) if self._options.automatic else (ModuleState.CUT,)
         )
@@ -123,11 +126,11 @@ class Discovery:
 
     @property
     def _opened(self) -> list[str]:
-        """Names of the modules that cannot be captured as one graph."""
+        """Names of the modules whose capture as one graph has failed."""
         return [watched.name for watched in self._watched.values() if watched.several]
 
     def require(self) -> None:
-        """Refuse a training step that is over and has called no network that can be cut.
+        """After the first training step: refuse to go on if it has called no network to cut.
 
         With automatic sizes, networks that cannot be cut are kept on the driver instead.
 
@@ -144,7 +147,7 @@ class Discovery:
             self._driver.note_no_cut()
 
     def _refuse(self) -> None:
-        """Raise NetworkNotFoundError with the reasons of all modules that were called."""
+        """Raise NetworkNotFoundError, which says for each called module why it was not cut."""
         everything = [*self._watched.values()]
         told = [
             (watched, f"cannot be captured as one graph:\n{watched.several}")
@@ -319,10 +322,11 @@ class Discovery:
         return any(id(part) in parts for part in cut)
 
     def _is_too_early(self, module: nn.Module) -> bool:
-        """Whether a call is one of an evaluation before training, in which nothing is cut.
+        """Whether the call that is made now comes too early for the module to be cut.
 
-        It may have other layers, one sample only, and no gradients. Until a training step calls it,
-        a network is whole on the driver, if its weights have memory there.
+        That is a call without gradients in a run that trains, as in a validation before training:
+        it possibly uses other layers, or one sample. The network is whole on the driver until a
+        training step calls it. A module that has deferred tensors cannot be, and is cut at once.
         """
         return self._options.trains and not torch.is_grad_enabled() and is_materialized(module)
 
@@ -378,7 +382,13 @@ class Discovery:
     def _prepare(
         self, this: WatchedModule, forward: Callable[..., Any], *, whole: bool
     ) -> FoundNetwork:
-        """Set up the capture of calls of a module, as one graph (``whole``) or as a chain."""
+        """Set up the capture of calls of a module; nothing is captured yet.
+
+        Args:
+            this: the module.
+            forward: the module's own ``forward``.
+            whole: whether it is captured as one graph; else as a chain of graphs.
+        """
         name, module = this.name, this.module
         prefix = f"{name}." if name else ""
         shared = {
@@ -461,8 +471,16 @@ class Discovery:
     ) -> NetworkCall | None:
         """Plan, cut and check a newly captured graph, or leave it on the driver.
 
+        Args:
+            found: the network of the graph.
+            graph: the captured graph.
+            values: the arguments of the graph in this call.
+
         Returns:
             What calls its stages; ``None``: the driver computes the graph.
+
+        Raises:
+            HybridError: the graph cannot be cut as asked.
         """
         name = found.name
         refusal = why_not_cut(graph)
@@ -492,10 +510,11 @@ class Discovery:
         return call
 
     def _partitions(self, found: FoundNetwork, graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
-        """The partitions of a network that is to be cut.
+        """Find the network partitions of a graph, between which it can be cut.
 
-        If an evaluation cuts a network that is whole on no rank, training has to follow these cuts.
-        It may checkpoint blocks of layers as a whole, so blocks are not divided then.
+        If an evaluation cuts a network that is whole on no rank, training must be able to use the
+        same cuts. Training possibly checkpoints whole blocks of layers, so that blocks are then not
+        divided, if there are enough of them.
         """
         evaluates = not (torch.is_grad_enabled() or is_materialized(found.module))
         if evaluates and not self._options.cut_by_user:
@@ -505,7 +524,11 @@ class Discovery:
         return network_partitions(graph)
 
     def _may_stay(self, name: str) -> bool:
-        """Whether a network with fewer partitions than stages may be whole on the driver."""
+        """Whether a network may be whole on the driver if it has fewer partitions than stages.
+
+        Args:
+            name: dotted name of the network.
+        """
         options = self._options
         asked = options.trains and not options.automatic
         return not asked or bool(self._opened) or self._others_can_be_cut(name)

@@ -409,7 +409,12 @@ class DrivenNetwork(StagedNetwork):
             self.engine.replica_group.trainable = {p for p, trains in flags if trains}
 
     def _launch(self, specialization: Specialization, leaves: Sequence[Tensor]) -> None:
-        """Launch calls of later batches like that of the current one, if the schedule does so."""
+        """Under a streamed schedule, launch the calls of later batches.
+
+        Args:
+            specialization: the graph that the call of the current batch runs.
+            leaves: the inputs of that call.
+        """
 
         def split(others: Sequence[Tensor]) -> tuple[CallKey, list[Values]]:
             slices, numbers = specialization.split(others)
@@ -419,7 +424,11 @@ class DrivenNetwork(StagedNetwork):
             self.stream.launch(specialization.graph, leaves, split)
 
     def _free(self, number: int) -> None:
-        """Drop what all ranks keep for the backward of a call."""
+        """Have all ranks drop what they keep for the backward of a call.
+
+        Args:
+            number: number of the call; nothing is done if it was dropped before.
+        """
         if self.calls.pop(number, None) is not None:
             self._commands.tell(FreeCall(self.number, number))
 

@@ -32,7 +32,8 @@ class FoundNetwork:
         capture: captures its calls.
         between: while a chain is called, the context of the Python between two of its graphs.
         read_between: names of the weights that this Python has computed with in this call.
-        driven: its graphs that are cut, as networks with their plans; one if it is one graph.
+        driven: for each of its graphs that has a plan, the network as it is cut, and the plan. (A
+            module that is one graph has one; graphs that follow its cuts add none.)
         calls: by graph, what calls its stages, for graphs whose stages all ranks have.
         why_whole: by graph and number of micro-batches, why batches are not split; ``None``: they
             are.

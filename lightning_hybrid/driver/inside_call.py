@@ -1,13 +1,13 @@
-"""A call of a network in which backwards run too, as soon as a micro-batch's share of the loss is.
+"""A call of a network inside of which the backwards of micro-batches run too.
 
-The loss is one sum over samples (:mod:`lightning_hybrid.graph.loss_terms`), so that the gradient of
-each micro-batch is known when its forward ends, but for one factor: the gradient of the loss. The
-backwards run with the one that is expected, and leave their gradients aside. The user's backward
-adds these to ``parameter.grad``, times what came by what was expected. If no backward comes, they
-are dropped.
+The loss is a sum over samples (:mod:`lightning_hybrid.graph.loss_terms`). So the gradients of a
+micro-batch can be computed when its forward ends, but for one factor: the gradient of the loss,
+which comes with the user's backward. The backwards run with an expected value of this factor, and
+leave their gradients aside. The user's backward multiplies them with the quotient of the real and
+the expected factor, and adds them to ``parameter.grad``. If no backward comes, they are dropped.
 
-All other outputs (logits) are late: their numbers are made when they are read, by another forward,
-and from the next call on kept. If a gradient comes to one of them, the call is made again, and its
+All other outputs (logits) are late: their numbers are made by another forward when they are read,
+and kept in later calls. If a gradient comes to such an output, the call is made again, and its
 backward follows it.
 """
 

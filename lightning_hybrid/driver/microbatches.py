@@ -12,7 +12,7 @@ NumbersOfMicrobatches = tuple[tuple[int | float, ...], ...]
 
 
 class Specialization:
-    """One captured graph of a network that has been cut.
+    """One captured graph of a network that has been cut, and how batches are split for it.
 
     Args:
         number: number of the graph among those of the network, the same on all ranks.

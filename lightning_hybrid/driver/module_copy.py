@@ -94,7 +94,10 @@ class _Noted:
         self._seen = set[int]()
 
     def container(self, value: Any) -> None:
-        """Record what a container holds, and what the containers in it hold."""
+        """Record what a container holds, and what the containers in it hold.
+
+        Other values, and containers with more than `_MANY` entries, are not recorded.
+        """
         waiting = [value]
         while waiting:
             one = waiting.pop()
@@ -128,7 +131,10 @@ class _Noted:
                 self.container(vars(one))
 
     def attributes_of_class(self, kind: Any) -> None:
-        """Record the attributes of a class that are values and containers, not code."""
+        """Record the attributes of a class that are plain values or containers.
+
+        Functions and attributes with names like ``__name__`` are not recorded.
+        """
         for name, value in [*vars(kind).items()]:
             if isinstance(value, (*_VALUES, *_CONTAINERS)) and not name.startswith("__"):
                 self.container(value)

@@ -79,14 +79,17 @@ class NetworkCall:
         return graph.returned(outputs, numbers)
 
     def learns(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether a call on these tensors is differentiable."""
+        """Whether a call on these inputs is differentiable.
+
+        That is: gradients are enabled, and an input or a parameter of the network requires one.
+        """
         if not torch.is_grad_enabled():
             return False
         return self.network.anchor() is not None or any(leaf.requires_grad for leaf in leaves)
 
 
 class _CallNode(torch.autograd.Function):
-    """The node in autograd's graph for one call of a network."""
+    """Autograd's node of one call of a network: its forward and backward run the pipeline."""
 
     @staticmethod
     def forward(
@@ -167,7 +170,13 @@ def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None
 
 
 def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence[Any]) -> None:
-    """Copy arguments that the network has changed in place back into the caller's tensors."""
+    """Copy arguments that the network has changed in place back into the caller's tensors.
+
+    Args:
+        graph: the captured graph.
+        leaves: the caller's tensors, the inputs of the graph.
+        outputs: what the stages have returned, changed arguments included.
+    """
     found = dict(zip(graph.tensor_outputs, outputs))
     for leaf, tensor in zip(graph.leaves, leaves):
         if leaf in graph.written_leaves:

@@ -1,4 +1,4 @@
-"""What a run says of how networks are found, cut and driven."""
+"""The options of a run by which its driver finds, cuts and drives networks."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

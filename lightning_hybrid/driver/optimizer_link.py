@@ -1,4 +1,4 @@
-"""Keeps the workers' copies of one of the user's optimizers in step with it on the driver."""
+"""Has the workers' copies of an optimizer do what the user's code does with it on the driver."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -121,7 +121,7 @@ class OptimizerLink:
             self._state.arrive()
 
     def bring_state(self) -> None:
-        """Put the states of all ranks into the closed optimizer.
+        """After :meth:`close`: fetch the workers' states, and put all states into the optimizer.
 
         If replicas divide the states, the optimizer refuses to step or to make a state dict by
         itself from then on.
@@ -243,7 +243,10 @@ class OptimizerLink:
         return self._sizes() != self._sent_sizes
 
     def _make_step(self) -> Any:
-        """A ``step`` that calls `_stepping`, the optimizer's own ``step`` and `_stepped`.
+        """Make the ``step`` that replaces the optimizer's own, which it calls.
+
+        Before and after that :meth:`_stepping` and :meth:`_stepped` run, by hooks if torch runs
+        them. Once this link is closed, it calls the optimizer's own alone.
 
         It is a method of the optimizer with the attributes of the original, as learning-rate
         schedulers expect it.
@@ -272,7 +275,15 @@ class OptimizerLink:
         return own
 
     def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
-        """Before a step: restrict the optimizer to what this rank owns, but not in the closure.
+        """Before a step: restrict the optimizer to what this rank owns; a step-pre-hook of torch.
+
+        While the closure runs, which the step calls, the restriction is lifted. An optimizer that
+        steps as a whole is not restricted: its parameters are fetched.
+
+        Args:
+            optimizer: the optimizer.
+            arguments: the arguments of the step, with the optimizer or without.
+            keywords: the keywords of the step.
 
         Returns:
             The arguments and keywords of the step with a wrapped closure; ``None``: as they are.
@@ -309,10 +320,10 @@ class OptimizerLink:
         return (*before, open_closure), keywords
 
     def _enter(self) -> None:
-        """Prepare the computation of the step, until ``_entered`` is closed.
+        """Prepare the computation of the step; closing ``_entered`` undoes it.
 
-        In parts, the optimizer then sees this rank's parameters and states alone; as a whole, it
-        has all parameters and gradients here.
+        If it steps in parts, the workers get the optimizer if it has changed, and then it sees this
+        rank's parameters and states alone. As a whole, it has all parameters and gradients here.
         """
         if not self.whole:
             self._tell_changes()
@@ -352,7 +363,7 @@ class OptimizerLink:
         return complete(optimizer, state_dict, self._names, remote)
 
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        """After a step: have the workers step."""
+        """After a step: have the workers step, unless the optimizer steps as a whole."""
         self._depth -= 1
         if self._depth > 0:
             return

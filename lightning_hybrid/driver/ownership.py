@@ -72,11 +72,11 @@ class Ownership:
             self._tensors[rank] += owned
 
     def lend(self, rank: int, weights: Mapping[str, Tensor]) -> None:
-        """Register weights that a worker owns and stages of this rank use too.
+        """Register weights that a worker owns and lends to stages of this rank, which use them too.
 
         Args:
             rank: ``pp_rank`` of the worker.
-            weights: by name, the parameters in the LightningModule here.
+            weights: the parameters of this rank's LightningModule, by name.
         """
         if weights:
             names, types = self._lenders.setdefault(rank, ([], []))
@@ -203,8 +203,8 @@ class Ownership:
             gradients: gradients by name of the parameter.
 
         Returns:
-            The gradients that were not sent: those of other parameters, and those of a worker of
-            whose lent weights one has no gradient here, or a sparse one.
+            The gradients that were not sent: those of parameters that are not lent, and all those
+            of a worker if one of the weights that it lends has no gradient here, or a sparse one.
         """
         rest = dict(gradients)
         for rank, (names, types) in self._lenders.items():
@@ -269,7 +269,10 @@ class Ownership:
         return {name: part for name, part in found.items() if part is not None}
 
     def _in_parts(self, name: str) -> bool:
-        """Whether copies of a stage have parts of a parameter's gradient, not summed yet."""
+        """Whether copies of a stage possibly have parts of a parameter's gradient, not summed yet.
+
+        It is True as long as the gradients of the parameter's network are not averaged.
+        """
         return self.network_of[name] in self._unaveraged
 
     def _by_worker(self, names: Iterable[str], of_all: Iterable[str]) -> dict[int, list[str]]:

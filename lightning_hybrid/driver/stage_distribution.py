@@ -65,12 +65,12 @@ class Distribution:
             number: number of the network: how many there are before it.
             name: dotted name of the network in the LightningModule.
             network: the module.
-            codes: the code of each of its stages.
+            codes: the code of each of its stages, from the first stage to the last.
             placement: which ranks get which stage, and under which schedule they run.
 
         Returns:
-            What runs this rank's stages, and by ``pp_rank`` of each worker, the names in the
-            LightningModule of the tensors that it owns.
+            The engine that runs this rank's stages; and by ``pp_rank`` of each worker, the names in
+            the LightningModule of the tensors that it owns.
 
         Raises:
             NetworkError: code of a stage cannot be sent to its rank, or its stages cannot be shared
@@ -87,11 +87,13 @@ class Distribution:
         return self._make_engine(prefix, network, codes, placement, tied), remote
 
     def distribute_again(self, network: DrivenNetwork, codes: Sequence[StageCode]) -> None:
-        """Have all ranks make their stages of another graph of a network.
+        """Have all ranks make their stages of another graph of a network that was distributed.
+
+        No weights are sent: each stage must use only tensors that its rank has already.
 
         Args:
             network: the network.
-            codes: the code of each stage of the graph, which uses tensors that its rank has.
+            codes: the code of each stage of the graph, from the first stage to the last.
 
         Raises:
             NetworkError: code of a stage cannot be sent to its rank, or a stage cannot be copied.

@@ -77,7 +77,11 @@ class StepCalls:
         return -self._evaluations
 
     def draw_number_ahead(self, batches: int) -> int:
-        """The number of the first differentiable call in the step so many batches ahead."""
+        """The number of the first differentiable call in a later step, for a call launched early.
+
+        Args:
+            batches: how many batches after the current one the step's batch comes.
+        """
         return draw_number(self._batch + batches, 0)
 
     def one_stream(self) -> AbstractContextManager[None]:

@@ -73,7 +73,7 @@ class EarlyCall:
     Attributes:
         batch: the later batch.
         call: the call.
-        command: the command that has a stage begin it.
+        command: the command that has the stage of a worker begin it.
         graph: the captured graph that is called.
         leaves: the inputs, as tensors of the batch.
         versions: the version counters of the inputs when their values were sent.
@@ -141,7 +141,7 @@ class EarlyCalls:
         self._called: Batch | None = None  # the last batch that the network was called on
 
     def due(self, key: CallKey, leaves: Sequence[Tensor]) -> EarlyCall | None:
-        """Find the launched call whose turn it is: the one for this call of the current batch.
+        """Take the launched call whose turn it is, if it matches the call that is made now.
 
         Args:
             key: the key of the call.
@@ -151,8 +151,8 @@ class EarlyCalls:
             The launched call; ``None``: there is none, and all launched calls were given up.
 
         Raises:
-            NetworkError: the inputs are not those that were sent, or it is the second call in the
-                step, or one without gradients.
+            NetworkError: the inputs are not those that were sent at the launch; or the call is the
+                second one in the step, or is without gradients.
         """
         self._commands.remote.flush()  # (a change of weights gives launched calls up)
         batch = self._batches.ahead(0)
@@ -232,7 +232,10 @@ class EarlyCalls:
             self._network.engine.discard(entry.call)
 
     def _tell(self) -> None:
-        """Send each stage the commands of the launched calls up to its look-ahead, in order."""
+        """Send the stages of workers the commands of launched calls that they lack, in order.
+
+        A stage gets those of as many batches as it may run ahead.
+        """
         for stage, ahead in enumerate(self._ahead[:-1]):
             for count, entry in enumerate(self._pending, 1):
                 if entry.told == stage and count <= ahead:
@@ -240,7 +243,7 @@ class EarlyCalls:
                     entry.told += 1
 
     def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int | None:
-        """Which tensor of the batch an input of the network is.
+        """Find which tensor of the batch an input of the network is.
 
         Args:
             batch: the current batch.
@@ -252,7 +255,7 @@ class EarlyCalls:
             The position of the tensor in the batch; ``None``: a number that is not in the batch.
 
         Raises:
-            NetworkError: it is another tensor, or needs a gradient.
+            NetworkError: the input is no tensor of the batch, or needs a gradient.
         """
         given = graph.leaves[number]
         if leaf.requires_grad:

@@ -179,9 +179,10 @@ class Check:
     # ------------------------------------------------------------------ before the stages run
 
     def begin_chain(self) -> None:
-        """Run the Python of a chain of graphs, before the chain itself is called.
+        """Run the Python of a network that is a chain of graphs, before the chain is called.
 
-        The whole call draws its random numbers from torch's generators as they are now.
+        It runs on a copy of the module, from the present states of torch's generators; the results
+        are kept for :meth:`compare`.
         """
         self._before = random_state(self._device)
         self._start = self._own_draws
@@ -402,7 +403,11 @@ class Check:
             yield
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
-        """By path, values in attributes of a module and its submodules, parameters excepted."""
+        """The values in attributes of a module and its submodules, without parameters.
+
+        They are keyed by the expressions that reach them (``self.net.count``). Of a network that is
+        a chain of graphs, only attributes that hold tensors are looked at.
+        """
         held: dict[str, Any] = {}
         for name, part in module.named_modules():
             for key, value in vars(part).items():

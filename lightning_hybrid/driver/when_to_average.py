@@ -20,7 +20,7 @@ class ReplicaGradients:
         commands: sends commands to the workers.
         borrowing: brings gradients of tied parameters to their owners.
         replicated: the data-parallel groups of what this rank owns.
-        unaveraged: see the attribute; others add to it too.
+        unaveraged: see the attribute; other parts of the driver add to the same set.
         survivors: the replicas that go on if one is lost.
         drivers: the gloo group of the drivers of all replicas; ``None``: there is one.
 
@@ -61,10 +61,10 @@ class ReplicaGradients:
         return self.synchronize and calls == 1 and alone
 
     def begin_inside(self, network: int, calls: int) -> bool:
-        """Whether a call may average gradients that it leaves aside, before its backward.
+        """Whether a call with backwards inside of it may average their gradients at once.
 
-        All replicas get the same answer. It is right if the gradient that comes in the backward is
-        the expected one times the same number on all of them: see :meth:`take_inside`.
+        All replicas get the same answer. Whether the averages may be used is known only in the
+        user's backward: see :meth:`take_inside`.
 
         Args:
             network: number of the network.
@@ -104,12 +104,18 @@ class ReplicaGradients:
             self.unaveraged.update(networks)
 
     def before_backward(self) -> None:
-        """Prepare for `loss.backward()`: without workers, averaging may overlap with it."""
+        """Prepare for `loss.backward()`: without workers, averaging overlaps with the backward.
+
+        Nothing is done in a replica that has workers, or while :attr:`synchronize` is False.
+        """
         if self.synchronize and not self._commands.workers.ranks:
             self._replicated.rest.arm()
 
     def bring_to_owners(self) -> None:
-        """Bring gradients of penalties and of tied parameters to the owners of the parameters."""
+        """Send gradients that arose on other ranks than the owners of the parameters to the owners.
+
+        These are gradients of penalties, computed here, and those of tied parameters.
+        """
         self._commands.remote.flush()
         self._borrowing.add_borrowed_gradients()
 

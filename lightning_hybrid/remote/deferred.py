@@ -53,8 +53,8 @@ class Maker:
     """Base class of makers, which know how the numbers of deferred tensors are made.
 
     Attributes:
-        active: whether the module is being built, while operations are recorded and not run.
-        on_one_rank: whether the rank that owns a tensor is the only one that will have it.
+        active: whether a module is being built now, so that operations are recorded and not run.
+        on_one_rank: whether each of its tensors belongs to the one rank that will own it.
     """
 
     active = on_one_rank = False
@@ -107,10 +107,10 @@ class GradientsElsewhere(Protocol):
     """Knows the gradients of deferred parameters, which are on the ranks that train them."""
 
     def has_deferred(self, name: str) -> bool:
-        """Whether a parameter has a gradient."""
+        """Whether the parameter of this name has a gradient on its owner."""
 
     def clear_deferred(self, name: str) -> None:
-        """Set the gradient of a parameter to None."""
+        """Set the gradient of the parameter of this name to None on its owner."""
 
 
 class _Deferred(Intercepted):
@@ -175,9 +175,18 @@ class DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
 
 
 def _gradient_elsewhere(func: Any, tensor: Any, value: Any = None) -> Any:
-    """Read, set or clear the gradient of a parameter that a worker trains.
+    """Carry out what code on the driver does to ``grad`` of a parameter that a worker trains.
 
-    It is a tensor of that worker: code may see whether there is one, or clear it, and not read it.
+    Code may look whether there is a gradient, which is then a deferred tensor, and may clear it. It
+    cannot read its numbers, or set it to a tensor of its own.
+
+    Args:
+        func: the getter, setter or deleter of ``grad``.
+        tensor: the parameter.
+        value: the value that is set; ``None``: none, or the gradient is cleared.
+
+    Raises:
+        DeferredError: code sets an ordinary tensor.
     """
     with as_they_are():
         gradient: Any = elsewhere(tensor, f"{tensor._full_name}.grad", tensor._where)
@@ -201,7 +210,10 @@ def is_offloaded(tensor: Any) -> bool:
 
 
 def is_of_one_rank(tensor: Any) -> bool:
-    """Whether a tensor was made in ``configure_model`` for one rank alone, here or elsewhere."""
+    """Whether a tensor was made in ``configure_model`` for the one rank that owns it.
+
+    That is this rank or another one. It is True also if the tensor is an ordinary one by now.
+    """
     if isinstance(tensor, _Deferred):
         return tensor._maker is None or tensor._maker.on_one_rank
     return "_was_deferred" in vars(tensor)
@@ -236,7 +248,7 @@ def materialize(tensors: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
-    """Inside, a deferred tensor is an ordinary one in the memory of ``value``."""
+    """Inside, a deferred tensor is an ordinary one in the memory of ``value``; then as before."""
     before = show(tensor, value)
     try:
         yield
@@ -433,7 +445,20 @@ def makes_views(operator: Any) -> bool:
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: list[Any]) -> Any:
     """Run an operation on the numbers of deferred tensors.
 
-    The numbers are temporary, unless the operation writes to them or autograd records it.
+    The numbers are temporary, unless the operation writes to them or autograd records it: then the
+    tensors become ordinary ones.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its keywords.
+        deferred: the deferred tensors among them.
+
+    Returns:
+        What the operation returns.
+
+    Raises:
+        DeferredError: another rank owns one of them.
     """
     with as_they_are():
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in deferred)

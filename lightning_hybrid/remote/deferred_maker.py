@@ -5,10 +5,11 @@ operations on it; random generators advance as on one device (the numbers are dr
 memory and dropped). Afterwards the module's parameters and buffers are deferred
 (:mod:`lightning_hybrid.remote.deferred`), and playing the tape makes their numbers.
 
-What is read from files has these as its source. A large tensor in the memory of a mapped file is
-not read: views of it are made, everything else is recorded. Threads that are started meanwhile
-record as well, since libraries load files in such. A tensor for which code asks ``device="meta"``
-has no numbers on one device either, and is left alone.
+Numbers that code reads from files are read again when they are needed. A large tensor in the memory
+of a mapped file is not read while the network is built: views of it are made, all other operations
+on it are recorded. Threads that are started meanwhile record as well, since libraries load files in
+threads. A tensor that code makes with ``device="meta"`` has no numbers on one device either, and is
+left alone.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def _was_loaded(tensor: Any) -> bool:
 
 
 def has_source(tensor: Any) -> bool:
-    """Whether the numbers of a deferred tensor can be made again, and take no memory meanwhile."""
+    """Whether the numbers of a deferred tensor can be made again without memory in between.
+
+    That is so if they are drawn or computed, or read from a file. It is False for other tensors.
+    """
     maker = getattr(tensor, "_maker", None)
     if not isinstance(maker, DeferredMaker):
         return False
@@ -121,7 +125,9 @@ class DeferredMaker(Maker):
 
     @contextlib.contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
-        """Inside, a checkpoint is loaded into a module with deferred tensors.
+        """Inside, a checkpoint is loaded into a module with deferred tensors, which get no memory.
+
+        What is written to them is recorded; their numbers are read when they are needed.
 
         Args:
             module: the LightningModule; other ranks may own some of its tensors after an earlier
@@ -153,7 +159,7 @@ class DeferredMaker(Maker):
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Inside, this thread records operations, until the module is built."""
+        """Inside, this thread records operations, as long as a module is built or loaded."""
         # (one answers what Python reads of tensors, the other records what autograd calls)
         with _Answers(self), _TapeRecorder(self):
             yield
@@ -202,7 +208,11 @@ class DeferredMaker(Maker):
         self._shown.setdefault(self.tape.view(tensor).key, []).append(weakref.ref(tensor))
 
     def _take_real(self, tensors: Iterable[Tensor]) -> None:
-        """Put tensors that have numbers (loaded from files) on the tape, which then holds them."""
+        """Free the memory of ordinary tensors; the tape holds their numbers to make them again.
+
+        (They were loaded from files while the module was built.) Tensors that share their memory,
+        or are in autograd's graph, stay as they are.
+        """
         with as_they_are():
             for tensor in tensors:
                 plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
@@ -240,7 +250,10 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among the plain attributes of modules, in lists and dictionaries too."""
+    """The tensors in attributes of modules that are no parameters or buffers, with their names.
+
+    Tensors in lists and dictionaries are found too.
+    """
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if key not in ("_parameters", "_buffers", "_modules", "_trainer"):
@@ -340,7 +353,11 @@ class _TapeRecorder(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation: without memory if it makes tensors or has arguments without memory."""
+        """Run an operation: without memory if it makes tensors or has arguments without memory.
+
+        Raises:
+            DeferredError: the operation cannot be put off.
+        """
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
         if (composed := next(filter(is_composed, tensors), None)) is not None:
             raise DeferredError(

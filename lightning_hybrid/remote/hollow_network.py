@@ -105,7 +105,7 @@ class NoMemory(BaseException):
 def watched(
     tensors: Mapping[str, Tensor], read: set[str], absent: Collection[str] = ()
 ) -> Iterator[None]:
-    """Inside, note which tensors are read or written by operations outside of captured graphs.
+    """Inside, note in ``read`` which tensors operations outside of captured graphs read or write.
 
     Torch itself refuses some operations on tensors without memory, but many on CPUs would read at
     address 0. Reading sizes, making new tensors of the same size, and captures by TorchDynamo are
@@ -114,7 +114,7 @@ def watched(
     Args:
         tensors: the tensors to watch, by name.
         read: the set to which names of tensors that are read or written are added.
-        absent: names of those that have no memory here, or old numbers.
+        absent: names of the tensors among them that have no memory here, or stale numbers.
 
     Raises:
         NoMemory: an operation reads or writes an absent tensor.

@@ -62,7 +62,8 @@ class RealTensor:
     """A real tensor that a recorded operation reads.
 
     Attributes:
-        tensor: a copy of it; or itself, if it is larger than `_SNAPSHOT_BYTES` or is deferred.
+        tensor: a copy of the real tensor; or the tensor itself, if it is larger than
+            `_SNAPSHOT_BYTES` or is deferred.
         version: its version counter at the recording, to notice later changes; ``None``: it is a
             copy, or cannot be checked.
     """
@@ -84,7 +85,7 @@ class RealTensor:
         """The numbers of the tensor at the recording.
 
         Raises:
-            DeferredError: they have changed since.
+            DeferredError: the tensor was changed in place since.
         """
         if self.version is not None and version(self.tensor) != self.version:
             raise DeferredError(
@@ -175,7 +176,7 @@ class Tape:
         return tensor.is_meta and storage_key(tensor.untyped_storage()) in self._storages
 
     def bytes_behind(self, view: View) -> int:
-        """The size of the storage that a view lies in."""
+        """The size in bytes of the storage that a view lies in."""
         return self._storages[view.key].nbytes()
 
     def is_marked(self, tensor: Tensor) -> bool:

@@ -75,7 +75,11 @@ def intercepted_in(values: Any, kind: type) -> Iterator[Any]:
 
 
 def getters(*names: str) -> set[Any]:
-    """The functions by which torch reads these properties of tensors."""
+    """The functions by which torch reads properties of tensors, for ``__torch_function__``.
+
+    Args:
+        names: names of the properties, such as "shape".
+    """
     return {getattr(Tensor, name).__get__ for name in names}
 
 

@@ -150,7 +150,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The positions in its storage of a tensor's first byte and of the byte behind its last."""
+    """The part of its storage that a tensor spans: first byte, and the byte behind the last."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()

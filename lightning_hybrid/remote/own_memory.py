@@ -1,8 +1,9 @@
 """Memory that goes back to the system as soon as it is dropped.
 
-C's allocator returns only memory at the end of its heap, and where a tensor was it may not find
-room for the next one of its size (glibc before 2.38). Weights that come and go, between small
-objects that are kept, would so leave holes that stay in the process.
+C's allocator returns only memory at the end of its heap to the system. In the hole that a freed
+tensor leaves it possibly finds no room for the next tensor of that size (glibc before 2.38). So
+weights that come and go, between small objects that are kept, would leave holes that stay in the
+process.
 """
 
 import mmap

@@ -1,8 +1,8 @@
-"""Proxies, tensors of other ranks that look like tensors of this one, and where they come from.
+"""Proxies: tensors of other ranks that look like tensors of this one.
 
 The class of a proxy intercepts the operations on it (:mod:`lightning_hybrid.remote.intercepted`).
-Before its values are used, it has :class:`~lightning_hybrid.remote.remote.RemoteTensors` fetch
-them, and tells it when they have changed.
+Before an operation uses its values, it has :class:`~lightning_hybrid.remote.remote.RemoteTensors`
+fetch them; after an operation has written to them, it tells that object.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -72,7 +72,7 @@ class UsesOfProxies(Protocol):
     device: torch.device
 
     def read(self, remote: "Remote") -> None:
-        """Fetch a tensor from its owner if what is here is stale."""
+        """Fetch a tensor from its owner if its values here are stale."""
 
     def touch(self, remote: "Remote") -> None:
         """Note that a tensor was written to here."""
@@ -81,7 +81,7 @@ class UsesOfProxies(Protocol):
         """Note that autograd has recorded a use of a parameter."""
 
     def done(self) -> None:
-        """Note that an operation has used what it has read."""
+        """Note that an operation is over, so that the values that it has read may be freed."""
 
     def gradient(self, remote: "Remote") -> Tensor | None:
         """What ``parameter.grad`` gives for a parameter that another rank owns."""
@@ -130,7 +130,7 @@ class Remote:
 
     @property
     def shown(self) -> Tensor | None:
-        """The proxy that :meth:`show` has given, if any code here still refers to it."""
+        """The proxy that :meth:`show` has given, if any code here still refers to it; else None."""
         return self._shown() if self._shown is not None else None
 
     def keep(self) -> None:
@@ -149,7 +149,10 @@ class Remote:
 
 
 class _Kept:
-    """A table for tensors that no other rank has any more: nothing is fetched or sent."""
+    """Takes the place of `Remote.table` for tensors that no other rank has any more.
+
+    Nothing is fetched or sent.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

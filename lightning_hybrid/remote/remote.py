@@ -211,7 +211,7 @@ class RemoteTensors:
         self._leave()
 
     def _leave(self) -> None:
-        """Free the memory of parameters that were fetched, unless something else refers to it."""
+        """Free the memory of the parameters that :meth:`vacate` has chosen, where possible."""
         self._here = _left(self._here)
 
     @contextmanager
@@ -273,7 +273,11 @@ class RemoteTensors:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, proxies are ordinary tensors, for code that looks at a whole network."""
+        """Inside, proxies are ordinary tensors, for code of this package that looks at a network.
+
+        Their values are those that are here, possibly stale or without memory. Changes are sent
+        before.
+        """
         self.flush()
         for remote in self._owned():
             make_plain(remote.value)
@@ -338,11 +342,11 @@ class RemoteTensors:
                 self._take_back(remote, held.get(remote.name))
 
     def _take_back(self, remote: Remote, held: Remote | None) -> None:
-        """Make a proxy of a parameter again, and note what is to be sent to its owner.
+        """End :meth:`at_hand` for a parameter: make it a proxy, and note what is to be sent.
 
         Args:
             remote: the parameter.
-            held: its gradient, if it had one.
+            held: the gradient that it had at the beginning; ``None``: it had none.
         """
         gradient, remote.value.grad = remote.value.grad, None
         make_proxy(remote.value, remote)
@@ -654,7 +658,8 @@ class RemoteTensors:
         """
         if kind is RemoteKind.BUFFER:  # their sizes may change
             return ()
-        # whether the numbers are others is not looked at: they may not be if this graph has them
+        # (the owners write without comparing: a tensor in autograd's graph must not be written to
+        # if its numbers are the same, since a backward would be refused)
         saved = self.gradients.in_graph if kind is RemoteKind.PARAMETER else {}
         memory = {r.name: r.value for r in stale if r.name not in saved}
         brought = self._owners.bring(kind, memory)

@@ -201,7 +201,7 @@ class RemoteGradients:
 
     @property
     def none_here(self) -> bool:
-        """Whether no gradient has memory or was assigned here."""
+        """Whether no gradient of a worker's parameter has memory here or was assigned here."""
         return not (self._held or self._parts or self.assigned)
 
     def kept(self, names: Iterable[str]) -> list[Remote]:

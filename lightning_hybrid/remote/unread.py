@@ -143,7 +143,7 @@ def unread(
 
 
 def unread_place_of(tensor: Any) -> Any:
-    """The ``place`` given to :func:`unread`; ``None``: the tensor is not unread, or a view."""
+    """The ``place`` given to :func:`unread`; ``None``: the tensor is not unread, or only a view."""
     if not is_unread(tensor):
         return None
     place, *form = tensor._maker.whole or (None,)

@@ -1,7 +1,8 @@
 """Weights of networks that are made in ``configure_model``, and are whole on no rank.
 
-A driver makes the weights of its own stage, and those of others as it sends them, or it reads them
-then from a checkpoint that it has loaded without numbers (:mod:`lightning_hybrid.remote.deferred`).
+A driver makes the weights of its own stage, and those of workers' stages when it sends them. If it
+has loaded a checkpoint, whose numbers were left in the file, it then reads them there
+(:mod:`lightning_hybrid.remote.deferred`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -144,7 +145,12 @@ def having_all(module: nn.Module, values: Mapping[str, Tensor] = {}) -> Iterator
 
 
 def without_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of a module without parameters that require no gradient."""
+    """Leave the frozen parameters of a module out of its state dict.
+
+    Args:
+        module: the module.
+        state: its state dict, which stays as it is.
+    """
     parameters = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     return {name: value for name, value in state.items() if name not in frozen}

@@ -173,7 +173,10 @@ class StateShares:
                 parameter.grad = gradient
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Drop the states (of a loaded checkpoint) of parameters that other replicas step."""
+        """Drop the states of parameters that other replicas step from an optimizer of this rank.
+
+        (It has them after a checkpoint was loaded.)
+        """
         for parameter in list(optimizer.state):
             if self._where(parameter) not in (None, self.replica):
                 del optimizer.state[parameter]

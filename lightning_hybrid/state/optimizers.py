@@ -100,9 +100,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class StepsElsewhere(Optimizer):
-    """On a worker: stands for an optimizer that steps whole, on the driver.
+    """On a worker: stands for an optimizer that steps as a whole, on the driver.
 
-    It has the groups, by which gradients are clipped, unscaled and cleared.
+    It never steps. It has the parameter groups, which tell whose gradients are clipped, unscaled
+    and cleared on this rank.
     """
 
 

@@ -19,7 +19,11 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 
 def exchange_files(one: Path, other: Path) -> bool:
-    """Exchange two files or folders. Returns whether this system and file system can do it."""
+    """Exchange the paths of two files or folders in one step.
+
+    Returns:
+        Whether it was done; False: the system or the file system cannot do it.
+    """
     try:
         # `os` has no call that exchanges two names
         rename = ctypes.CDLL(None, use_errno=True).renameat2
@@ -78,7 +82,11 @@ def becoming(new: Path, target: Path) -> Iterator[Path]:
 
 
 def remove_checkpoint(target: Path) -> None:
-    """Remove a file, or the folder of a sharded checkpoint."""
+    """Remove a checkpoint: a file, or the folder of a sharded one.
+
+    A kill leaves all or nothing under its name. Other folders stay; it is no error if nothing is
+    there.
+    """
     if is_sharded(target):  # renamed first: a kill must not leave a part under its name
         gone = _beside(target, "gone")
         remove(gone)
@@ -94,7 +102,7 @@ def _beside(target: Path, what: str) -> Path:
 
 
 def _put_in_place(new: Path, target: Path) -> None:
-    """Move a file or folder to ``target``, and remove what was there."""
+    """Move a file or folder to ``target``, and remove what was there; return when it is on disk."""
     before = _beside(target, "before")
     if not (target.is_dir() or (new.is_dir() and target.exists())):
         new.replace(target)
@@ -113,7 +121,7 @@ def _put_in_place(new: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one."""
+    """Remove a file, or a folder with all that is in it, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -82,7 +82,7 @@ class DividedCheckpoint:
     Attributes:
         here: tensors that this rank writes.
         elsewhere: tensors that other ranks write, by the ranks' numbers in the mesh.
-        rest: what `meta.pt` holds.
+        rest: what `meta.pt` gets: everything but these tensors, and an outline of these.
     """
 
     here: dict[Key, Tensor]

@@ -51,7 +51,8 @@ class Background:
         """Wait until all jobs are done.
 
         Args:
-            timeout_s: the longest time to wait; ``None``: no limit.
+            timeout_s: the longest time to wait in seconds, after which it returns while jobs go on;
+                ``None``: no limit.
 
         Raises:
             BaseException: the error of the first job that has failed since the last call.
@@ -149,7 +150,7 @@ class ShardedSaves:
         self._background.wait()
 
     def give_up(self) -> None:
-        """After an error of the run: wait for saves under way at most `LAST_S`, then drop them."""
+        """After an error of the run: wait at most `LAST_S` seconds for saves, then give them up."""
         with suppress(Exception):  # the first error is what counts
             self._background.wait(LAST_S)
         self._given_up.set()

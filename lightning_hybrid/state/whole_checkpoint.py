@@ -1,4 +1,4 @@
-"""Writes and reads a checkpoint that is one file, tensor by tensor."""
+"""Writes a checkpoint to one file, tensor by tensor, and reads checkpoints of any form."""
 
 import os
 from pathlib import Path

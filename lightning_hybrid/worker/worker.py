@@ -106,11 +106,13 @@ class Worker:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers, with the states of the parameters that this rank owns."""
+        """This rank's copies of the user's optimizers, with the states of its own parameters."""
         return self._optimizers.all
 
     def serve(self) -> None:
-        """Carry out the driver's commands until the run ends, or other stages follow.
+        """Carry out the driver's commands until the run ends, or until other stages follow.
+
+        At the end the heartbeat, files and hooks of this worker are closed, also after an error.
 
         Raises:
             Exception: the error of the driver, if that has failed (caused by a RemoteError); or an
@@ -182,7 +184,7 @@ class Worker:
         self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
     def _give_failure(self, _: Command) -> None:
-        """Do nothing: the answer says whether this rank has failed before."""
+        """Answer whether this rank has failed before, which every answer tells: do nothing."""
 
     _end = _give_failure
 
@@ -256,7 +258,12 @@ class Worker:
         self._failure = network.engine.failure
 
     def _set_trainable(self, network: StagedNetwork, flags: tuple[bool, ...]) -> None:
-        """Set ``requires_grad`` of a network's parameters, if the flags were others before."""
+        """Set ``requires_grad`` of a network's parameters; skipped if they were just set so.
+
+        Args:
+            network: the network.
+            flags: one flag for each parameter, in the order of the driver's command.
+        """
         if self._trainable != (network.number, flags):
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
