@@ -1,4 +1,4 @@
-"""A captured graph is planned, cut and checked, and its stages are handed out to all ranks."""
+"""Plans, cuts and checks a captured graph, and gives all ranks of the replica their stages."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,7 +77,9 @@ class Adoption:
         *,
         is_part: bool,
     ) -> NetworkCall:
-        """Plan, cut and check a graph, and give all ranks their stages of it.
+        """Plan, cut and check a graph, and give all ranks of the replica their stages of it.
+
+        The drivers of all replicas call this together, since replica 0 makes the plan for all.
 
         Args:
             found: the module that was captured, as this graph or as a chain with this graph in it.
@@ -85,13 +87,13 @@ class Adoption:
             partitions: the network partitions of the graph.
             values: the arguments of the graph in this call.
             is_part: whether the user's cut points may be meant for a larger module that contains
-                it.
+                this one. Then the planner chooses the cuts if the user's do not fit.
 
         Returns:
-            What calls the stages in the place of the graph.
+            What runs the stages when it is called with the arguments of the graph.
 
         Raises:
-            HybridError: the graph cannot be cut as asked, or does not run by itself.
+            HybridError: the graph cannot be cut as asked, or fails when it runs by itself.
         """
         with _as_if_alone():
             leaves = _where_the_network_is(found.module, graph.bind(values))
@@ -124,7 +126,13 @@ class Adoption:
     def _plan_and_cut(
         self, found: FoundNetwork, first: CalledNetwork, *, is_part: bool
     ) -> tuple[Plan, list[StageCode]]:
-        """Plan a network and cut its graph; checks that the stages compute what the graph does."""
+        """Plan a network, cut its graph, and check that the stages compute what the graph does.
+
+        A network that has deferred tensors is not checked, since its weights are not all here.
+
+        Returns:
+            The plan, and the code of each stage, from the first stage to the last.
+        """
         graph, partitions = first.graph, first.partitions
         # (plans are kept by name, and each further graph of a chain is a network of its own)
         key = f"{found.name}#{len(found.driven) + 1}" if found.driven else found.name
@@ -146,19 +154,21 @@ class Adoption:
         graph: NetworkGraph,
         values: Sequence[Any],
     ) -> NetworkCall:
-        """Give all ranks their stages of another graph of a network, cut where the weights are.
+        """Cut a further graph of a network that is cut already, and give all ranks their stages.
+
+        It is cut so that each stage uses the weights that its rank owns already.
 
         Args:
             found: the module.
-            known: the network that is cut already, and its plan.
+            known: the network as it is cut already, and its plan.
             graph: the new graph.
             values: the arguments of the graph in this call.
 
         Returns:
-            What calls the stages in the place of the graph.
+            What runs the stages when it is called with the arguments of the graph.
 
         Raises:
-            CannotFollow: the graph uses weights in another order than their stages.
+            CannotFollow: the graph uses weights in another order than the stages that own them.
             NetworkError: layers have changed places since the network was cut.
         """
         network, plan = known
@@ -182,7 +192,16 @@ class Adoption:
     def _called(
         self, found: FoundNetwork, network: DrivenNetwork, graph: NetworkGraph, parts: int
     ) -> NetworkCall:
-        """What calls the stages in the place of the graph, of which all ranks have theirs."""
+        """Make what runs the stages in the place of a graph, once all ranks have their stages.
+
+        It tells the user if backwards are to run inside of calls of this graph, and cannot.
+
+        Args:
+            found: the module that was captured.
+            network: the network as it is cut.
+            graph: the captured graph.
+            parts: into how many micro-batches a batch may be split.
+        """
         say = partial(self.announcements.backwards_follow, found)
         if self.options.inside or network.placement.schedule == INSIDE:
             if reason := why_not_inside(network, graph):
@@ -196,7 +215,7 @@ class Adoption:
     def _parts(
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> int:
-        """Into how many micro-batches a batch is split in calls of this graph.
+        """Decide into how many micro-batches a batch is split in calls of a graph; tell the user.
 
         Args:
             found: the module that was captured.
@@ -205,7 +224,8 @@ class Adoption:
             wanted: the number that the plan asks for.
 
         Returns:
-            ``wanted``, or 1 if samples meet or there is a single one.
+            ``wanted``; or 1, if the result of a sample may depend on other samples, or the batch
+            has a single sample.
         """
         # (whether samples meet need not be proven for a batch that is not divided)
         if wanted == 1 or _is_one_sample(graph, leaves):
@@ -220,7 +240,10 @@ class Adoption:
     def _why_whole(
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> str | None:
-        """Why batches of a graph cannot be split into so many parts; ``None``: they can."""
+        """Why batches of a graph must not be split into ``wanted`` parts; ``None``: they may be.
+
+        The answer is computed once for each graph and number, and kept in ``found.why_whole``.
+        """
         key = graph, wanted
         if key not in found.why_whole:
             reason = why_whole(graph, leaves, wanted)
@@ -235,14 +258,15 @@ class Adoption:
     # ------------------------------------------------------------------ plans
 
     def _plan(self, name: str, found: FoundNetwork, first: CalledNetwork, *, is_part: bool) -> Plan:
-        """The plan of a network: an earlier run's, or the one that replica 0 makes for all.
+        """Take the plan of a network from an earlier run, or have replica 0 make one for all.
+
+        The drivers of all replicas call this together. A new plan is kept by its name, and printed.
 
         Args:
-            name: name of the plan.
+            name: name of the plan, by which later runs find it.
             found: the module that was captured.
             first: the first call of its graph, on the network's device.
-            is_part: whether the user's cut points may be meant for a larger module that contains
-                it.
+            is_part: see :meth:`adopt`.
 
         Raises:
             HybridError: replica 0 has found no plan.
@@ -266,7 +290,7 @@ class Adoption:
         return self._plans[name]
 
     def _is_known(self, name: str, partitions: Sequence[NetworkPartition]) -> bool:
-        """Whether an earlier run has a plan of this name whose cuts are in these partitions."""
+        """Whether an earlier run has left a plan of this name whose cuts these partitions allow."""
         try:
             # (the code may have changed since that run)
             [find_boundary(partitions, cut) for cut in self._plans[name].cuts]
@@ -275,7 +299,9 @@ class Adoption:
         return True
 
     def _choose_plan(self, found: FoundNetwork, first: CalledNetwork, *, is_part: bool) -> Plan:
-        """Make a plan for a network on this replica.
+        """Make a plan for a network on this replica, which profiles the network.
+
+        Called on replica 0 alone. For the arguments see :meth:`_plan`.
 
         Raises:
             HybridError: the network cannot be cut as asked.
@@ -321,7 +347,13 @@ class Adoption:
     def _made(
         self, found: FoundNetwork, called: CalledNetwork, microbatches: int, *, is_part: bool
     ) -> Plan:
-        """The plan of a network that is given with the inputs of one micro-batch.
+        """Have the planner make the plan of a network.
+
+        Args:
+            found: the module that was captured.
+            called: the network, with the inputs of one micro-batch.
+            microbatches: into how many micro-batches a batch is split.
+            is_part: see :meth:`adopt`.
 
         Raises:
             HybridError: the network cannot be cut as asked.
@@ -347,12 +379,14 @@ def refuse_streamed_network(
 ) -> None:
     """Refuse a network that cannot run under a schedule which begins later batches early.
 
+    Under any other schedule nothing is refused.
+
     Args:
         found: the module that was captured.
         graph: the captured graph.
-        plan: its plan, with the schedule.
-        placement: where its stages are.
-        first: whether no other network is cut.
+        plan: the plan of the network, with the schedule.
+        placement: which ranks have which stages.
+        first: whether no other network is cut already.
 
     Raises:
         NetworkError: the network does what such a schedule does not allow.
@@ -396,10 +430,15 @@ def _collects(plan: Plan) -> bool:
 
 
 def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]) -> None:
-    """Refuse a graph whose tensors have other names in the module than when it was captured.
+    """Refuse a graph whose weights now have other names in the module than its stages know.
 
     Workers find the weights of their stages by these names, in modules of their own, which do not
     change when the user's do.
+
+    Args:
+        found: the module that was captured.
+        graph: the captured graph.
+        values: the arguments of the graph in this call, weights included.
 
     Raises:
         NetworkError: layers have changed places since the network was cut.
@@ -419,7 +458,7 @@ def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any
 
 
 def why_not_cut(graph: NetworkGraph) -> str | None:
-    """Why a graph cannot be cut anywhere, as the end of "the network ..."; ``None``: it can."""
+    """Why a graph cannot be cut anywhere, as a predicate ("takes no tensor"); ``None``: it can."""
     for leaf in graph.leaves:
         if not leaf.number and not graph.info[leaf.node].is_strided:
             return f"takes a tensor that is not dense ({leaf.name})"
@@ -434,9 +473,10 @@ def why_not_cut(graph: NetworkGraph) -> str | None:
 
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
-    """Inside, modes and hooks of the code around a call do not affect planning, cuts and checks.
+    """Inside, gradients are enabled, and inference mode and saved-tensor hooks are off.
 
-    The first call may be one of a validation, in inference mode, and its plan is for training too.
+    Planning, cuts and checks run inside: the call in which they run is possibly one of a
+    validation, in inference mode, and the plan is for training too.
     """
     with (
         torch.inference_mode(False),
@@ -448,7 +488,7 @@ def _as_if_alone() -> Iterator[None]:
 
 @contextmanager
 def _named(found: FoundNetwork) -> Iterator[None]:
-    """Inside, an error of the captured operations is raised as one that names the network."""
+    """Inside, an error other than a HybridError becomes a NetworkError that names the network."""
     try:
         yield
     except HybridError:
@@ -462,7 +502,10 @@ def _named(found: FoundNetwork) -> Iterator[None]:
 
 
 def _why_not_more(partitions: Sequence[NetworkPartition]) -> str:
-    """Lines for an error: why a network was not cut at more places."""
+    """Lines for an error message: up to three places where a network cannot be cut, and why.
+
+    Each begins with a line break; empty: no place was refused.
+    """
     places = [place for partition in partitions for place in partition.refused]
     return "".join(f"\nIt cannot be cut before {name!r}: {why}." for name, why in places[:3])
 
@@ -472,15 +515,18 @@ def _is_normalised(module: nn.Module) -> bool:
 
 
 def _where_the_network_is(network: nn.Module, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs, moved to the network's device (before a network is cut it may be on the CPU)."""
+    """The inputs, moved to the device of the network: on the CPU if it has no parameters.
+
+    (Before a network is cut, it is possibly not on the driver's device yet.)
+    """
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     return [leaf.to(device) for leaf in leaves]
 
 
 def _microbatches(graph: NetworkGraph, leaves: Sequence[Tensor], stages: int) -> int:
-    """The default number of micro-batches: twice the stages, but at least two samples in each.
+    """The default number of micro-batches: twice ``stages``, but at least two samples in each.
 
-    On CPUs a convolution of a single sample is several times slower.
+    (On CPUs a convolution of a single sample takes several times as long per sample.)
     """
     batch = graph.batch_of(leaves) or _first_size(leaves)
     return max(1, min(2 * stages, batch // 2))

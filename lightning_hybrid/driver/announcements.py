@@ -13,7 +13,7 @@ from lightning_hybrid.schedules import STREAMED
 
 
 class Announcements:
-    """Prints the lines of one run.
+    """Prints to the user how the networks of one run are found and cut, each line once.
 
     Args:
         options: has the functions that print a line and show progress.
@@ -24,22 +24,28 @@ class Announcements:
         self._said: set[tuple[str, str]] = set()
 
     def doing(self, found: FoundNetwork, what: str) -> None:
-        """Show in the progress what is being done with a network now.
+        """Show the user, by the lines of `StartProgress`, what is done with a network now.
 
         Args:
             found: the network.
-            what: a verb and perhaps a preposition, as in "planning".
+            what: a participle that the network's name follows ("planning", "checking the stages
+                of").
         """
         self._options.progress.doing(f"{what} {found.name or 'self'!r}")
 
     def say(self, found: FoundNetwork, text: str) -> None:
-        """Print a line about a network, unless the same line was printed before."""
+        """Print a line about a network, unless the same line was printed before.
+
+        Args:
+            found: the network; its name begins the line.
+            text: the rest of the line, a predicate.
+        """
         if (found.name, text) not in self._said:
             self._said.add((found.name, text))
             self._options.say(f"{found.shown} {text}")
 
     def becomes_several_graphs(self, found: FoundNetwork) -> None:
-        """Say that a network becomes a chain of graphs, and why."""
+        """Say that a network becomes a chain of graphs, for the reason in ``found.reason``."""
         self.say(
             found,
             "becomes several graphs, with its own Python between them on the driver, since it "
@@ -63,7 +69,11 @@ class Announcements:
         )
 
     def is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
-        """Say that batches of a network are split, if parts of it are not, or were only tried."""
+        """Say that batches of a network are split, where the user should know more than that.
+
+        That is so if a part of the network takes the batch whole, or if it was not proven but only
+        tried, for some operations, that samples do not affect each other. Else nothing is printed.
+        """
         said = "goes through its stages in micro-batches"
         if graph.split_by != "proof":
             self.say(
@@ -79,7 +89,12 @@ class Announcements:
             )
 
     def backwards_follow(self, found: FoundNetwork, reason: str) -> None:
-        """Say that backwards do not run inside of calls, and why."""
+        """Say that backwards do not run inside of a network's calls, but after all forwards.
+
+        Args:
+            found: the network.
+            reason: why, as a clause.
+        """
         # (the name was that of another schedule before)
         other = (
             " The schedule that begins with later batches of accumulate_grad_batches early is "
@@ -92,7 +107,10 @@ class Announcements:
         )
 
     def captured_again(self, found: FoundNetwork) -> None:
-        """Say once, for values of one kind, which value in a network's Python has changed."""
+        """Say that a network was captured again, and which value in its Python has changed.
+
+        It is said once for each kind of value, and not if TorchDynamo has given no reason.
+        """
         reason = found.capture.reason
         if reason is None:
             return
@@ -105,7 +123,11 @@ class Announcements:
             )
 
     def planned(self, found: FoundNetwork, plan: Plan) -> None:
-        """Print the plan of a network, and warnings about the schedule and the network."""
+        """Print the plan of a network, and warnings that follow from it.
+
+        Warnings are about a schedule that is not exact, a compiled network, and batch normalisation
+        in micro-batches.
+        """
         self._options.say(f"{found.shown}: {plan.describe()}".rstrip())
         schedule = STREAMED.get(plan.schedule)
         if schedule is not None and schedule.trades and self._options.trains:
@@ -147,7 +169,9 @@ class Announcements:
 
 
 def _what_to_do(reason: str) -> str:
-    """What has changed when a network was captured again, and what the user can do.
+    """What has changed when a network was captured again, and what the user can do about it.
+
+    The text completes "it was captured again for another ...".
 
     Args:
         reason: the condition that has failed, as TorchDynamo words it.

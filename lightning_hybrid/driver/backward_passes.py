@@ -42,8 +42,8 @@ class HeldHooks:
         networks: the networks that are cut; the list may grow.
         commands: sends commands to the workers.
         bring_to_owners: brings all gradients to the owners of their parameters.
-        there: the gradients at workers, if this rank calls all hooks; else each rank has those of
-            its own weights.
+        there: takes and sets gradients at workers, if this rank calls the hooks on all weights;
+            ``None``: each rank calls the hooks on the weights that it owns.
     """
 
     def __init__(
@@ -61,6 +61,9 @@ class HeldHooks:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Inside, a backward pass runs without the user's hooks; at the end each is called once.
+
+        They are called after all gradients have come to the owners of their parameters. After an
+        error inside they are put back, and not called.
 
         Raises:
             NetworkError: a hook is on a weight of a stage with copies; or a post-accumulate hook
@@ -126,7 +129,11 @@ class WorkersGradients:
         return self._name(weight) in self._ownership.network_of
 
     def take(self, weight: Tensor) -> Gradient:
-        """Take the gradient off a weight at its owner, and bring it to this device."""
+        """Take the gradient off a weight at its owner, and bring it to this device.
+
+        Returns:
+            The gradient; ``None``: the weight has none.
+        """
         remote, name = self._commands.remote, self._name(weight)
         remote.flush()
         if name not in self._ownership.gradient_names():
@@ -137,7 +144,7 @@ class WorkersGradients:
         return gradient
 
     def put(self, weight: Tensor, gradient: Gradient) -> None:
-        """Set the gradient of a weight at its owner."""
+        """Set the gradient of a weight at its owner; ``None`` clears it."""
         name = self._name(weight)
         self._commands.remote.flush()
         self._ownership.clear_gradients([name])
@@ -147,7 +154,7 @@ class WorkersGradients:
 
 
 def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
-    """Refuse hooks on weights of a stage with copies, of which each has a part of the gradient.
+    """Refuse hooks on weights of a stage with copies: each copy has only a part of the gradient.
 
     Raises:
         NetworkError: there is such a hook.
@@ -165,7 +172,9 @@ def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
 
 
 def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
-    """Refuse post-accumulate hooks under a schedule that begins with later batches early.
+    """Refuse hooks by ``register_post_accumulate_grad_hook`` under schedules that run ahead.
+
+    Such a hook possibly changes weights with which later batches have begun already.
 
     Raises:
         NetworkError: there is such a hook.
@@ -182,7 +191,9 @@ def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
 
 
 class ChosenGradients:
-    """Runs the backward passes of the user's code on one driver.
+    """Runs the backward passes of the user's code on one driver, in the place of autograd's engine.
+
+    It gives right gradients also where weights of networks that are cut are chosen as inputs.
 
     Args:
         networks: the networks that are cut; the list may grow.
@@ -214,21 +225,22 @@ class ChosenGradients:
         Args:
             run: the function that runs autograd's engine.
             outputs: the tensors at which the pass begins.
-            starts: the gradients of these.
+            starts: the gradients of ``outputs`` with which it begins.
             keep: ``retain_graph``.
             create_graph: see `torch.autograd.grad`.
             inputs: the tensors whose gradients are wanted; empty: all leaves.
-            unused: for ``grad`` alone, ``allow_unused``: outputs need not depend on all inputs.
+            unused: for ``grad`` alone, the value of ``allow_unused``: whether the outputs may be
+                independent of an input.
             accumulate_grad: whether this is ``backward``; else it is ``grad``.
             options: further options of the engine.
 
         Returns:
-            The gradients of the inputs, for ``grad``.
+            For ``grad``: the gradients of the inputs, in their order.
 
         Raises:
-            NetworkError: single weights of a network are chosen whose stages have copies, which is
-                whole on no rank, whose gradients come steps later, or which has hooks on weights.
-            RuntimeError: the outputs do not depend on an input, and ``allow_unused`` is False.
+            NetworkError: inputs are weights of a network whose stages have copies, which is whole
+                on no rank, whose gradients come steps later, or which has hooks on weights.
+            RuntimeError: the outputs are independent of an input, and ``allow_unused`` is False.
         """
         run = partial(
             run, outputs, starts, keep, create_graph, accumulate_grad=accumulate_grad, **options
@@ -274,7 +286,12 @@ class ChosenGradients:
 
 
 def _check(network: DrivenNetwork) -> None:
-    """Refuse single weights of a network of which a pass does not leave whole gradients."""
+    """Refuse to compute gradients of single weights, where a pass leaves no whole gradients.
+
+    Raises:
+        NetworkError: a stage of the network has copies, its weights have hooks, its schedule is
+            delayed, or a weight is a deferred tensor.
+    """
     what = f"Gradients of single weights ({place_now()}) of network {network.name or 'self'!r}"
     if any(len(copies_of(device)) > 1 for device in network.placement.devices):
         raise NetworkError(
@@ -299,7 +316,10 @@ def _check(network: DrivenNetwork) -> None:
 
 
 def _take(parameters: Iterable[Tensor]) -> list[Gradient]:
-    """Take the gradients off parameters, and return copies of them."""
+    """Take the gradients off parameters; return copies, in the order of the parameters.
+
+    ``None`` is returned for a parameter without a gradient.
+    """
     taken = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -311,10 +331,13 @@ def _take(parameters: Iterable[Tensor]) -> list[Gradient]:
 
 
 def _arisen(gradient: Gradient, tensor: Any, weights: Mapping[int, Tensor]) -> Gradient:
-    """The gradient of an input: what autograd has found, plus what calls have left in ``grad``.
+    """The whole gradient of an input of `torch.autograd.grad`, after the pass.
+
+    That is what autograd has returned, plus, for a weight of a network that is cut, what calls of
+    the network have added to ``weight.grad``.
 
     Args:
-        gradient: the one that autograd has found.
+        gradient: the gradient that autograd has returned; ``None``: it has found none.
         tensor: the input.
         weights: by ``id``, the weights of the networks.
     """

@@ -55,10 +55,10 @@ from lightning_hybrid.stage import Synchronised
 
 
 def why_on_driver() -> str | None:
-    """Why the present call must run on the driver, as the end of a sentence about the module.
+    """Why the call that is made now must run on the driver, whole.
 
     Returns:
-        ``None``: stages may compute it.
+        A predicate of the called module; ``None``: stages may compute the call.
     """
     if functorch_level() or dual_level() >= 0:
         return "is called inside of a transform of functions (torch.func.vmap, grad, jvp, ...)"
@@ -71,7 +71,7 @@ def why_on_driver() -> str | None:
 
 
 class LoggingLater:
-    """Delays the calls of `log` and `log_dict` in a captured ``forward`` until it is over.
+    """Delays the calls of ``self.log`` and ``self.log_dict`` in a ``forward`` until it is over.
 
     Args:
         module: the LightningModule.
@@ -96,7 +96,10 @@ class LoggingLater:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, calls of `log` are recorded; they are made at the end, if there is no error."""
+        """Inside, ``self.log`` and ``self.log_dict`` of the module only record their arguments.
+
+        The calls are made at the end, in their order; after an error inside they are dropped.
+        """
         own = {name: vars(self._module).get(name) for name in self._instead}
         vars(self._module).update(self._instead)
         try:
@@ -113,7 +116,8 @@ class LoggingLater:
 
 
 Adopt = Callable[[FoundNetwork, NetworkGraph, Sequence[Any]], NetworkCall | None]
-"""Cuts a network by a graph and its arguments; ``None``: the driver computes the graph."""
+"""Takes a network, a captured graph of it and the arguments of the graph, and cuts the network.
+Returns what calls its stages; ``None``: it was not cut, and the driver computes the graph."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +141,11 @@ _CAPTURING = (
 
 
 def _is_first(error: CannotFollow) -> bool:
-    """Whether nothing of a chain has run before the graph that has raised an error.
+    """Whether a chain of graphs has failed in its first graph, before any Python between graphs.
 
     Then the graph is called by the `forward` that was captured, whose effects come after the graph.
-    Python that has run is seen in the traceback: what it calls has a frame of its own, and so has
-    what TorchDynamo makes of the code after it.
+    If Python has run before, the traceback shows it: functions that the Python calls have frames of
+    their own, and so has the code that TorchDynamo makes of what follows a graph.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return sum(not file.startswith(_CAPTURING) for file in files) <= 1
@@ -153,7 +157,7 @@ class CapturedCalls:
     Args:
         module: the LightningModule.
         adoption: gives ranks their stages of further graphs of a network that is cut.
-        adopt: cuts a network.
+        adopt: cuts a network at its first graph; see `Adopt`.
     """
 
     def __init__(self, module: nn.Module, adoption: Adoption, adopt: Adopt) -> None:
@@ -173,13 +177,19 @@ class CapturedCalls:
     ) -> Any:
         """Make a call of a network that has been captured before, through its stages if possible.
 
+        Else the call runs on the driver, with weights that are fetched for it, and the user is
+        told why.
+
         Args:
             found: the network.
             arguments: positional arguments of the call.
             keywords: keyword arguments of the call.
 
+        Returns:
+            What the network's ``forward`` returns.
+
         Raises:
-            NetworkError: it can neither be captured nor run on the driver.
+            NetworkError: the call can neither be captured nor run on the driver.
         """
         # (where it uses weights of other ranks, their proxies fetch them)
         if why_on_driver() is not None:
@@ -217,9 +227,10 @@ class CapturedCalls:
         return result
 
     def _weights_at_hand(self, found: FoundNetwork) -> AbstractContextManager[None]:
-        """Inside, without gradients, a network's parameters are ordinary tensors on this rank.
+        """Where gradients are disabled: inside, a network's parameters are ordinary tensors here.
 
-        (Some code of torch decides by the class of tensors, and takes another path for proxies.)
+        Where they are enabled, nothing is changed. (Some code of torch decides by the class of
+        tensors, and takes another path for proxies.)
         """
         if torch.is_grad_enabled():
             return nullcontext()
@@ -240,8 +251,13 @@ class CapturedCalls:
             arguments: positional arguments of the call.
             keywords: keyword arguments of the call.
 
+        Returns:
+            What the network's ``forward`` returns.
+
         Raises:
             NotCaptured: TorchDynamo cannot follow the call, and nothing of it has run.
+            CannotFollow: a new graph uses weights in another order than the stages that own them,
+                and nothing of the call has run.
             NetworkError: a part of a chain of graphs cannot be captured, or run in stages; or the
                 call is inside of activation checkpointing.
         """
@@ -288,10 +304,12 @@ class CapturedCalls:
     def _chain(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Call a chain of graphs, between which Python must not read weights of other ranks.
+        """Call a network that is a chain of graphs, with Python between them.
 
         Raises:
-            NetworkError: it does, or a part cannot be captured, or run in stages.
+            NetworkError: Python between two graphs computes with a weight of another rank, or a
+                part cannot be captured, or run in stages.
+            CannotFollow: see :meth:`captured`.
         """
         try:
             with ExitStack() as found.between:
@@ -320,10 +338,10 @@ class CapturedCalls:
             ) from error
 
     def _between(self, found: FoundNetwork) -> AbstractContextManager[None]:
-        """A context for the Python between two graphs of a chain.
+        """Make the context that is entered around the Python between two graphs of a chain.
 
-        Once the chain has stages, weights of other ranks cannot be read inside; before that, the
-        weights that the Python reads are noted.
+        Once the chain has stages, a read of a weight of another rank raises an error inside; before
+        that, names of the weights that are read are added to ``found.read_between``.
         """
         if found.driven:
             return self._driver.remote.unreadable()
@@ -339,11 +357,13 @@ class CapturedCalls:
         values: Sequence[Any],
         loss: LossOfCall | None = None,
     ) -> Sequence[Any]:
-        """Compute a captured graph, through its stages or on the driver; the first time it is cut.
+        """Compute a captured graph, through its stages or on the driver. TorchDynamo calls this.
+
+        A graph that has no stages yet is cut first, if possible.
 
         Args:
             found: the network.
-            graph: the captured graph: the whole network, or one of a chain.
+            graph: the captured graph: the whole network, or one graph of a chain.
             values: the arguments of the graph.
             loss: the loss of the call, if each micro-batch has a share of it.
 
@@ -372,7 +392,13 @@ class CapturedCalls:
 
     @contextmanager
     def _in_graph(self, found: FoundNetwork) -> Iterator[None]:
-        """Inside, the context of :meth:`_between` is left, since a graph of a chain is computed."""
+        """Inside, a graph of a chain is computed, out of the context of :meth:`_between`.
+
+        For a network of one graph nothing is done.
+
+        Raises:
+            NoMemory: the Python before the graph has computed with a weight that a worker owns.
+        """
         if found.whole:
             yield
             return

@@ -25,12 +25,13 @@ class Workers:
 
     Attributes:
         ranks: ``pp_rank`` of each worker.
-        lines: for each worker, takes tensors from device to device, there and back.
+        lines: by ``pp_rank`` of each worker, what copies tensors between its device and this one,
+            in both directions.
         passing_now: whether a pass through the pipeline is under way.
         in_step: whether the workers can be asked: False once this rank has left a pass or an
             exchange with an error, so that they may still wait for its tensors instead of for a
             command.
-        before_weights_change: called before weights are sent to workers.
+        before_weights_change: a function that is called before weights are sent to workers.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -48,10 +49,16 @@ class Workers:
         self.before_weights_change: Callable[[], None] = lambda: None
 
     def send(self, rank: int, command: Command) -> None:
-        """Send a command to one worker, without waiting; some are sent with the next one.
+        """Send a command to one worker, without waiting until it is carried out.
+
+        Args:
+            rank: ``pp_rank`` of the worker.
+            command: the command. If its ``goes_with_next`` is true, it is kept until the next
+                command is sent.
 
         Raises:
-            HybridError: a pass is under way in which workers can take none; see :meth:`passing`.
+            HybridError: a pass is under way in which workers can take no command; see
+                :meth:`passing`.
         """
         self.refuse_in_pass()
         if isinstance(command, TakeWeights):
@@ -61,7 +68,13 @@ class Workers:
         send(command)
 
     def hear(self, ranks: Iterable[int]) -> list[Answer]:
-        """Wait for an answer of each of these workers.
+        """Wait for one answer of each of some workers.
+
+        Args:
+            ranks: ``pp_rank`` of each of them.
+
+        Returns:
+            The answers, in the order of ``ranks``.
 
         Raises:
             Exception: a worker has failed, now or before; caused by a RemoteError.
@@ -93,7 +106,10 @@ class Workers:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Inside, workers wait for tensors of this rank, or to send it some; then for a command."""
+        """Inside, this rank and workers exchange tensors, beside a pass through the pipeline.
+
+        After an error inside, workers possibly still wait for it: :attr:`in_step` is then False.
+        """
         try:
             yield
         except BaseException:  # they still wait for it
@@ -101,7 +117,11 @@ class Workers:
             raise
 
     def refuse_in_pass(self) -> None:
-        """Raise HybridError if workers may be waiting for a stage of this rank."""
+        """Refuse to send a command in a pass in which workers possibly wait for this rank.
+
+        Raises:
+            HybridError: such a pass is under way; see :meth:`passing`.
+        """
         if self._in_pass:
             raise HybridError(
                 "A weight, buffer or gradient that another rank owns was read or changed, or an "
@@ -111,7 +131,7 @@ class Workers:
             )
 
     def flush(self) -> None:
-        """Wait until all workers have received all messages."""
+        """Wait until all workers have received all messages that were sent to them."""
         for channel in self._channels.values():
             channel.flush()
 
@@ -128,11 +148,14 @@ class Workers:
 
 
 class Commands:
-    """Sends commands that read or change what the workers own, after changes made by proxies.
+    """Sends commands to workers, and keeps the proxies of what the workers own up to date.
+
+    Before a command, changes that were made here to proxies are sent to the owners. What the
+    command changes at the workers is marked as stale here.
 
     Args:
         workers: the channels to the workers of this replica.
-        remote: the proxies of the tensors that they own.
+        remote: the proxies of the tensors that workers own.
     """
 
     def __init__(self, workers: Workers, remote: RemoteTensors) -> None:
@@ -144,16 +167,19 @@ class Commands:
         """Send a command to every worker, without waiting.
 
         Raises:
-            HybridError: a pass is under way in which workers can take none; see
+            HybridError: a pass is under way in which workers can take no command; see
                 :meth:`Workers.passing`.
         """
         self.tell_each(dict.fromkeys(self.workers.ranks, command))
 
     def tell_each(self, commands: Mapping[int, Command]) -> None:
-        """Send each of some workers a command of its own, without waiting.
+        """Send some workers commands, without waiting.
 
         Args:
-            commands: by ``pp_rank`` of the worker.
+            commands: the commands, by ``pp_rank`` of the worker.
+
+        Raises:
+            HybridError: see :meth:`tell`.
         """
         if not commands:
             return
@@ -169,7 +195,10 @@ class Commands:
             self.workers.send(rank, command)
 
     def ask(self, command: Command) -> list[Answer]:
-        """Send a command to every worker and wait for all answers, in the order of the ranks.
+        """Send a command to every worker and wait for all answers.
+
+        Returns:
+            The answers, in the order of ``pp_rank``.
 
         Raises:
             Exception: a worker has failed, now or before; caused by a RemoteError.
@@ -179,14 +208,14 @@ class Commands:
 
     @signals_deferred
     def ask_beside(self, command: Command, compute: Callable[[], T]) -> tuple[list[Answer], T]:
-        """Ask like :meth:`ask`, and compute something here while the workers do what it says.
+        """Ask like :meth:`ask`, and compute something here while the workers carry it out.
 
         Args:
             command: the command.
-            compute: sends none.
+            compute: what is called here meanwhile; it must not send commands.
 
         Returns:
-            The answers, and what was computed.
+            The answers, in the order of ``pp_rank``, and what ``compute`` has returned.
         """
         self.tell(command)
         try:

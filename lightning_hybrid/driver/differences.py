@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def differences(found: Any, expected: Any, epsilon: float, *, part: bool = False) -> list[str]:
-    """Describes where two results differ, a text for each place; empty: nowhere.
+    """Describe where two results differ, one text for each place; no text: they are equal.
 
     Sums in another order are rounded otherwise, so numbers may differ by the square root of
     ``epsilon``, relative to the largest number of a tensor.
@@ -42,9 +42,11 @@ def differences(found: Any, expected: Any, epsilon: float, *, part: bool = False
 def first_samples(result: Any, part: Any) -> dict[str, Any]:
     """The tensors of a result, each cut to the sizes that it has in ``part``.
 
+    They are keyed by the expressions that reach them. Tensors that ``part`` lacks are left out.
+
     Args:
-        result: for a whole batch.
-        part: the result for its first samples.
+        result: the result for a whole batch.
+        part: the result for the first samples of that batch.
     """
     sizes = {path: v.shape for path, v in _leaves(part) if isinstance(v, Tensor)}
     return {
@@ -63,7 +65,12 @@ def leaves_in(result: Any) -> dict[str, Any]:
 
 
 def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """The leaves of ``now`` that are missing in ``before``, or have another value there."""
+    """The leaves of ``now`` that are missing in ``before``, or have another value there.
+
+    Args:
+        now: leaves by the expressions that reach them, as :func:`leaves_in` gives them.
+        before: likewise.
+    """
     return {
         path: value
         for path, value in now.items()
@@ -72,16 +79,21 @@ def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 
 def numbers_in(result: Any) -> dict[str, Any]:
-    """The values in a result that are not tensors (numbers, texts, orders), by expression."""
+    """The values in a result that are not tensors (numbers, texts, orders of dictionaries).
+
+    They are keyed by the expressions that reach them.
+    """
     return {path: v for path, v in _leaves(result) if not isinstance(v, Tensor)}
 
 
 def epsilon_of(found: Any, device: torch.device) -> float:
-    """The lowest precision in which a result may have been computed, by its types and autocast.
+    """The epsilon of the lowest precision in which a result was possibly computed.
+
+    It follows from the types of tensors, autocast and TF32; 0: there is no tensor of real numbers.
 
     Args:
         found: the result, perhaps together with the weights.
-        device: where it was computed.
+        device: the device that has computed it.
     """
     types = [leaf.dtype for _, leaf in _leaves(found) if isinstance(leaf, Tensor)]
     if torch.is_autocast_enabled(device.type):
@@ -114,7 +126,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _after(path: str, step: PathStep) -> str:
-    """The expression for a part of what ``path`` names, as an attribute or by a key."""
+    """Extend an expression by one step: by an attribute (``a.b``) or a key (``a['b']``)."""
     kind, key = step
     if not path:
         return str(key)
@@ -122,9 +134,14 @@ def _after(path: str, step: PathStep) -> str:
 
 
 def _difference(one: Any, other: Any, epsilon: float, largest: float, *, part: bool) -> str | None:
-    """How a leaf differs from the expected one (``other``), in words; ``None``: it does not.
+    """How a leaf differs from the expected one, in words; ``None``: it does not.
 
-    For the arguments see :func:`differences`; ``largest`` is the largest number of all tensors.
+    Args:
+        one: the leaf.
+        other: the expected leaf.
+        epsilon: see :func:`differences`.
+        largest: the largest number in all tensors of the expected result.
+        part: see :func:`differences`.
     """
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return _of_numbers(one, other, epsilon, part=part)

@@ -61,7 +61,9 @@ from lightning_hybrid.stage import is_of_the_user, tensors_of
 
 
 class Discovery:
-    """Finds the networks of one LightningModule during one run, on a driver.
+    """Finds the networks of one LightningModule during one run, on a driver, and has them cut.
+
+    From its making to :meth:`close` it intercepts calls of modules that are possibly networks.
 
     Args:
         module: the LightningModule.
@@ -109,7 +111,10 @@ class Discovery:
 
     @property
     def found(self) -> bool:
-        """Whether a network was cut (or kept, if that is allowed), or none is looked for."""
+        """Whether the search is over: a network was cut (or kept, with automatic sizes).
+
+        It is True also if no network is looked for.
+        """
         enough = (
             (ModuleState.CUT, ModuleState.KEPT) if self._options.automatic else (ModuleState.CUT,)
         )
@@ -121,11 +126,11 @@ class Discovery:
 
     @property
     def _opened(self) -> list[str]:
-        """Names of the modules that cannot be captured as one graph."""
+        """Names of the modules whose capture as one graph has failed."""
         return [watched.name for watched in self._watched.values() if watched.several]
 
     def require(self) -> None:
-        """Refuse a training step that is over and has called no network that can be cut.
+        """After the first training step: refuse to go on if it has called no network to cut.
 
         With automatic sizes, networks that cannot be cut are kept on the driver instead.
 
@@ -142,7 +147,7 @@ class Discovery:
             self._driver.note_no_cut()
 
     def _refuse(self) -> None:
-        """Raise NetworkNotFoundError with the reasons of all modules that were called."""
+        """Raise NetworkNotFoundError, which says for each called module why it was not cut."""
         everything = [*self._watched.values()]
         told = [
             (watched, f"cannot be captured as one graph:\n{watched.several}")
@@ -173,7 +178,14 @@ class Discovery:
         )
 
     def changed(self) -> str:
-        """What other stages could not take over as it is now; empty: all is as it was."""
+        """What has changed in the module since the run began, so that other stages cannot be made.
+
+        It is asked before the networks are cut at other places. Parameters that were replaced and
+        hooks on gradients that were added or removed are seen.
+
+        Returns:
+            A clause; empty: nothing has changed.
+        """
         now = dict(self._module.named_parameters())
         for name in sorted(now.keys() | self._parameters.keys()):
             if now.get(name) is not self._parameters.get(name):
@@ -183,7 +195,7 @@ class Discovery:
         return ""
 
     def _with_other_hooks(self) -> list[str]:
-        """The parameters whose hooks are others than at the beginning of the run."""
+        """Names of the parameters whose gradient hooks of the user have changed in this run."""
         now = _hooks_of(self._module)
         return sorted(n for n in now.keys() & self._hooks.keys() if now[n] != self._hooks[n])
 
@@ -199,7 +211,17 @@ class Discovery:
     def _called(
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Handle a call of a watched module that no other watched module makes."""
+        """Handle a call of a watched module, outside of calls of other watched modules.
+
+        Args:
+            name: dotted name of the module in the LightningModule.
+            module: the module.
+            arguments: positional arguments of the call.
+            keywords: keyword arguments of the call.
+
+        Returns:
+            What the call returns.
+        """
         this = self._watched[name]
         if not self._is_around_a_network(module):
             return self._called_first(this, arguments, keywords)
@@ -213,7 +235,10 @@ class Discovery:
     def _called_first(
         self, this: WatchedModule, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Handle the first call of a module, or later ones until it is kept, opened or cut."""
+        """Handle the first call of a module, or a later one while it is not kept, opened or cut.
+
+        Here it is decided which of these becomes of it. Returns what the call returns.
+        """
         module = this.module
         # (a module that several networks share is watched under one of its names only)
         parts = set(map(id, module.modules()))
@@ -266,13 +291,14 @@ class Discovery:
         return self._calls.captured(found, arguments, keywords)
 
     def _called_apart(self, name: str) -> str:
-        """What to do if parts of a module are called in its place, as ``self.net[:4](x)`` does.
+        """Advice for the user if parts of a module are called in its place (``self.net[:4](x)``).
 
         Args:
-            name: of a part that is called.
+            name: dotted name of the part that is called.
 
         Returns:
-            A predicate of the part; empty: it is called by its module, or belongs to none.
+            A predicate of the part; empty: the module around it calls it, or it is in no module but
+            the LightningModule.
         """
         outer = name.rpartition(".")[0]
         if not outer or any(inside(name, opened) for opened in self._opened):
@@ -296,10 +322,11 @@ class Discovery:
         return any(id(part) in parts for part in cut)
 
     def _is_too_early(self, module: nn.Module) -> bool:
-        """Whether a call is one of an evaluation before training, in which nothing is cut.
+        """Whether the call that is made now comes too early for the module to be cut.
 
-        It may have other layers, one sample only, and no gradients. Until a training step calls it,
-        a network is whole on the driver, if its weights have memory there.
+        That is a call without gradients in a run that trains, as in a validation before training:
+        it possibly uses other layers, or one sample. The network is whole on the driver until a
+        training step calls it. A module that has deferred tensors cannot be, and is cut at once.
         """
         return self._options.trains and not torch.is_grad_enabled() and is_materialized(module)
 
@@ -315,14 +342,17 @@ class Discovery:
         watched: Sequence[WatchedModule],
         call: Callable[[], Any],
     ) -> Any:
-        """Run a call on the driver, whole; a later call may be cut.
+        """Run a call on the driver, whole; the module may still be cut in a later call.
 
         Args:
             this: the module.
-            state: its state from here on.
-            reason: why it is not cut in this call.
+            state: the state that the module gets.
+            reason: why the module is not cut in this call, as a predicate.
             watched: the modules that are watched again after the call.
-            call: makes it.
+            call: makes the call.
+
+        Returns:
+            What the call returns.
         """
         this.put(state, reason)
         self._driver.have_here(this.module, whole=True)
@@ -332,7 +362,14 @@ class Discovery:
             self._watch(watched)
 
     def _is_kept_unseen(self, this: WatchedModule) -> bool:
-        """Keep a module on the driver if that is clear without a capture. Returns whether it is."""
+        """Keep a module on the driver if it is clear before a capture that it cannot be cut.
+
+        That is so if TorchScript has compiled a part of it, or if another module is opened and this
+        one has fewer layers than there are stages.
+
+        Returns:
+            Whether it was kept.
+        """
         named = this.module.named_modules()
         scripted = [name for name, part in named if isinstance(part, torch.jit.ScriptModule)]
         if self._opened and len(layers(this.module)) < self._ranks:
@@ -345,7 +382,13 @@ class Discovery:
     def _prepare(
         self, this: WatchedModule, forward: Callable[..., Any], *, whole: bool
     ) -> FoundNetwork:
-        """Set up the capture of calls of a module, as one graph (``whole``) or as a chain."""
+        """Set up the capture of calls of a module; nothing is captured yet.
+
+        Args:
+            this: the module.
+            forward: the module's own ``forward``.
+            whole: whether it is captured as one graph; else as a chain of graphs.
+        """
         name, module = this.name, this.module
         prefix = f"{name}." if name else ""
         shared = {
@@ -392,12 +435,28 @@ class Discovery:
             watch(watched.module, watched.name, self._called)
 
     def _stays(self, name: str, reason: str) -> None:
-        """Note that a graph stays on the driver; so does its network, unless another one is cut."""
+        """One graph of a chain is computed on the driver: mark its network as kept, with a reason.
+
+        A network of which another graph is cut already is not marked; a later cut replaces the
+        mark.
+
+        Args:
+            name: dotted name of the network.
+            reason: why the graph is not cut, as a predicate.
+        """
         if self._watched[name].state not in (ModuleState.KEPT, ModuleState.CUT):
             self._watched[name].put(ModuleState.KEPT, reason)
 
     def _keep(self, this: WatchedModule, reason: str, *, quiet: bool = False) -> None:
-        """Leave a network on the driver, whole."""
+        """Keep a network whole on the driver for the run, and watch its calls no more.
+
+        The replicas average its gradients.
+
+        Args:
+            this: the network.
+            reason: why it is not cut, as a predicate.
+            quiet: whether the user is not told so.
+        """
         if not quiet and not self._opened:
             alone = not self._others_can_be_cut(this.name)
             self._announcements.stays(this.name, this.module, reason, alone=alone)
@@ -412,8 +471,16 @@ class Discovery:
     ) -> NetworkCall | None:
         """Plan, cut and check a newly captured graph, or leave it on the driver.
 
+        Args:
+            found: the network of the graph.
+            graph: the captured graph.
+            values: the arguments of the graph in this call.
+
         Returns:
             What calls its stages; ``None``: the driver computes the graph.
+
+        Raises:
+            HybridError: the graph cannot be cut as asked.
         """
         name = found.name
         refusal = why_not_cut(graph)
@@ -443,10 +510,11 @@ class Discovery:
         return call
 
     def _partitions(self, found: FoundNetwork, graph: NetworkGraph) -> tuple[NetworkPartition, ...]:
-        """The partitions of a network that is to be cut.
+        """Find the network partitions of a graph, between which it can be cut.
 
-        If an evaluation cuts a network that is whole on no rank, training has to follow these cuts.
-        It may checkpoint blocks of layers as a whole, so blocks are not divided then.
+        If an evaluation cuts a network that is whole on no rank, training must be able to use the
+        same cuts. Training possibly checkpoints whole blocks of layers, so that blocks are then not
+        divided, if there are enough of them.
         """
         evaluates = not (torch.is_grad_enabled() or is_materialized(found.module))
         if evaluates and not self._options.cut_by_user:
@@ -456,13 +524,20 @@ class Discovery:
         return network_partitions(graph)
 
     def _may_stay(self, name: str) -> bool:
-        """Whether a network with fewer partitions than stages may be whole on the driver."""
+        """Whether a network may be whole on the driver if it has fewer partitions than stages.
+
+        Args:
+            name: dotted name of the network.
+        """
         options = self._options
         asked = options.trains and not options.automatic
         return not asked or bool(self._opened) or self._others_can_be_cut(name)
 
     def _others_can_be_cut(self, name: str) -> bool:
-        """Whether a network is cut, or one beside this has as many layers as there are ranks."""
+        """Whether a network is cut already, or one beside the network ``name`` can possibly be.
+
+        The latter has at least as many layers as the replica has ranks.
+        """
         return self._any(ModuleState.CUT) or any(
             len(layers(other.module)) >= self._ranks
             for other in self._watched.values()
@@ -471,7 +546,16 @@ class Discovery:
 
 
 def _in_parts(found: FoundNetwork, reason: str, call: Callable[[], Any]) -> Any:
-    """Make the first call of a network that is opened; an error says why it is."""
+    """Make the first call of a network that is opened (its Python runs, its parts are cut).
+
+    Args:
+        found: the network.
+        reason: why it cannot be captured as one graph.
+        call: makes the call.
+
+    Raises:
+        NetworkError: a part of it fails; the message begins with ``reason``.
+    """
     try:
         return call()
     except NetworkError as error:
@@ -484,7 +568,10 @@ def _in_parts(found: FoundNetwork, reason: str, call: Callable[[], Any]) -> Any:
 
 
 def _hooks_first(module: nn.Module, reason: str) -> str:
-    """The reason of a failed capture, after the name of a module with a full backward hook."""
+    """Put a module that has a full backward hook, if any, before the reason of a failed capture.
+
+    (Such a hook prevents the capture, which the reason does not tell.)
+    """
     hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
     return f"{hooked[0]!r} has a full backward hook\n{reason}" if hooked else reason
 

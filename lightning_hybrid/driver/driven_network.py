@@ -54,8 +54,8 @@ class PartsOfDriver:
         gradients: averages gradients over the replicas.
         calls: numbers the calls of networks in the current step.
         batches: the training batches.
-        scaled: multiplies a number on the driver's device by what losses are multiplied with before
-            a backward.
+        scaled: multiplies a number on the driver's device by the factor of loss scaling, by which
+            losses are multiplied before a backward.
     """
 
     commands: Commands
@@ -82,7 +82,7 @@ class DrivenNetwork(StagedNetwork):
         placement: which ranks have which stages, and the schedule.
         leaf: a tensor that stands for the parameters in autograd's graph.
         stream: its calls that were launched early; ``None``: its schedule launches none.
-        age: how often weights may have changed.
+        age: how often weights have possibly changed. A call is not run again at another age.
         scaled: see :class:`PartsOfDriver`.
     """
 
@@ -125,11 +125,14 @@ class DrivenNetwork(StagedNetwork):
             self.stream = EarlyCalls(self, parts.commands, parts.batches)
 
     def specialize(self, graph: NetworkGraph, parts: int) -> Specialization:
-        """Register a captured graph of the network, of which all ranks have their stages.
+        """Register a captured graph of the network, after all ranks have got their stages of it.
 
         Args:
             graph: the graph; all ranks get the graphs of a network in the same order.
             parts: into how many micro-batches a batch may be split.
+
+        Returns:
+            The graph with its number, for :meth:`forward`.
         """
         self._graphs.append(graph)
         return Specialization(len(self._graphs) - 1, graph, parts)
@@ -149,12 +152,18 @@ class DrivenNetwork(StagedNetwork):
         return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]
 
     def trained(self) -> Iterator[nn.Parameter]:
-        """The parameters that required a gradient in a call: no step has changed the others."""
+        """The parameters that required a gradient in at least one differentiable call so far.
+
+        No optimizer step has changed the others.
+        """
         flags = {key.trainable for key in self._numbers if key.grad}
         return (parameter for parameter, *each in zip(self._parameters, *flags) if any(each))
 
     def anchor(self) -> Tensor | None:
-        """The input of a call that stands for the parameters; ``None``: all are frozen."""
+        """The tensor that a call takes as an input for autograd, in the place of all parameters.
+
+        ``None``: all parameters are frozen.
+        """
         with as_they_are():
             trained = any(parameter.requires_grad for parameter in self._parameters)
         return self._anchor if trained else None
@@ -169,14 +178,15 @@ class DrivenNetwork(StagedNetwork):
         ends: Ends | None = None,
         again: Call | None = None,
     ) -> tuple[Call, list[Values]]:
-        """Run the pipeline forward.
+        """Run the pipeline forward on all ranks of the replica.
 
         Args:
             specialization: the captured graph that is called.
-            leaves: the inputs.
+            leaves: the inputs of the graph, for the whole batch.
             grad: whether a backward may follow.
-            ends: what the outputs of micro-batches become, if backwards run inside of the call.
-            again: the same call, which has run before.
+            ends: called with the number and outputs of each micro-batch, if backwards run inside of
+                the call: gives the outputs that are kept, and the gradients of all.
+            again: the same call, if it has run before; it draws the same random numbers.
 
         Returns:
             The call and, per micro-batch, the outputs.
@@ -237,15 +247,16 @@ class DrivenNetwork(StagedNetwork):
         input_gradient: bool,
         factor: Tensor | None = None,
     ) -> list[Gradients]:
-        """Run the pipeline backward.
+        """Run the pipeline backward on all ranks of the replica.
 
         Args:
-            call: the call.
+            call: the call, as :meth:`forward` has returned it.
             gradients: per micro-batch, the gradients of the outputs.
             parameters: whether parameters get gradients.
             keep: ``retain_graph``.
             input_gradient: whether gradients of the inputs are needed.
-            factor: what gradients are multiplied with that backwards inside of the call have left.
+            factor: the factor of the gradients that backwards inside of the call have left aside;
+                ``None``: there are none.
 
         Returns:
             Per micro-batch, the gradients of the inputs.
@@ -297,7 +308,13 @@ class DrivenNetwork(StagedNetwork):
         return found
 
     def drop(self, number: int) -> None:
-        """Note that the outputs of a call were dropped, so that no backward will come."""
+        """Note that the outputs of a call were dropped, so that no backward will come.
+
+        The next forward frees what ranks keep for it. A finaliser may call this at any moment.
+
+        Args:
+            number: number of the call.
+        """
         self._dropped.append(number)
 
     def open_call(
@@ -308,8 +325,12 @@ class DrivenNetwork(StagedNetwork):
         Args:
             key: the key of the call.
             ahead: how many batches before its turn the call begins.
-            again: the same call, which has run before.
-            averages: whether it averages over the replicas what it leaves aside.
+            again: the same call, if it has run before.
+            averages: whether the gradients that its backwards leave aside are averaged over the
+                replicas inside of the call.
+
+        Returns:
+            The call on this rank, and the command.
         """
         number = self._numbers.get(key)
         exchange = number is None
@@ -347,14 +368,26 @@ class DrivenNetwork(StagedNetwork):
         return self.open(command), command
 
     def _averages_inside(self) -> bool:
-        """Whether the call that begins averages over the replicas what it leaves aside."""
+        """Whether the call that begins now averages over the replicas inside of it.
+
+        That is, it averages the gradients that its backwards leave aside. All replicas get the same
+        answer.
+        """
         if self.placement.schedule != INSIDE:
             return False
         begins = self._gradients.begin_inside(self.number, self._step_calls.count)
         return begins and not self.weight_hooks
 
     def _refresh(self, graph: NetworkGraph, *, grad: bool) -> None:
-        """Bring every rank the values that its stages compute with in the forward that follows."""
+        """Prepare a forward: send ranks the tensors that their stages use and others have changed.
+
+        These are buffers that the user's code has replaced, and tied weights. What the forward will
+        write to is marked as stale here.
+
+        Args:
+            graph: the graph that is called.
+            grad: whether a backward may follow.
+        """
         remote = self._commands.remote
         remote.adopt_replaced()
         if self._borrowing.active:
@@ -376,7 +409,12 @@ class DrivenNetwork(StagedNetwork):
             self.engine.replica_group.trainable = {p for p, trains in flags if trains}
 
     def _launch(self, specialization: Specialization, leaves: Sequence[Tensor]) -> None:
-        """Launch calls of later batches like that of the current one, if the schedule does so."""
+        """Under a streamed schedule, launch the calls of later batches.
+
+        Args:
+            specialization: the graph that the call of the current batch runs.
+            leaves: the inputs of that call.
+        """
 
         def split(others: Sequence[Tensor]) -> tuple[CallKey, list[Values]]:
             slices, numbers = specialization.split(others)
@@ -386,7 +424,11 @@ class DrivenNetwork(StagedNetwork):
             self.stream.launch(specialization.graph, leaves, split)
 
     def _free(self, number: int) -> None:
-        """Drop what all ranks keep for the backward of a call."""
+        """Have all ranks drop what they keep for the backward of a call.
+
+        Args:
+            number: number of the call; nothing is done if it was dropped before.
+        """
         if self.calls.pop(number, None) is not None:
             self._commands.tell(FreeCall(self.number, number))
 
@@ -411,7 +453,12 @@ class DrivenNetwork(StagedNetwork):
 
 
 def _inside(graph: NetworkGraph, ends: Ends | None) -> Inside:
-    """The order of micro-batches in a call with backwards inside; empty: it has none."""
+    """The order of micro-batches in a call with backwards inside; empty: none run inside.
+
+    Args:
+        graph: the graph that is called.
+        ends: see :meth:`DrivenNetwork.forward`.
+    """
     if ends is None:
         return ""
     # gradients are added up as in autograd's order, but running statistics in that of the batch

@@ -20,7 +20,9 @@ from lightning_hybrid.planning import CalledNetwork
 
 
 class ForeseenCalls:
-    """Captures the networks that a copy of a module calls.
+    """Captures the networks that a copy of a module calls; all is computed on this rank.
+
+    From its making on it intercepts the first calls of the copy's modules.
 
     Args:
         module: the copy, with all of its weights on one device.
@@ -58,7 +60,13 @@ class ForeseenCalls:
     def _called(
         self, name: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Capture the first call of a watched module that no other watched module makes."""
+        """Capture the first call of a watched module, outside of calls of other watched modules.
+
+        If it cannot be captured, its Python runs, and the modules inside of it are watched.
+
+        Returns:
+            What the call returns.
+        """
         # (a module that several networks share is watched under one of its names only)
         within = set(map(id, module.modules()))
         inner = {n: m for n, m in self._watched.items() if inside(n, name) or id(m) in within}

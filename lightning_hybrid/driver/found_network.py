@@ -32,7 +32,8 @@ class FoundNetwork:
         capture: captures its calls.
         between: while a chain is called, the context of the Python between two of its graphs.
         read_between: names of the weights that this Python has computed with in this call.
-        driven: its graphs that are cut, as networks with their plans; one if it is one graph.
+        driven: for each of its graphs that has a plan, the network as it is cut, and the plan. (A
+            module that is one graph has one; graphs that follow its cuts add none.)
         calls: by graph, what calls its stages, for graphs whose stages all ranks have.
         why_whole: by graph and number of micro-batches, why batches are not split; ``None``: they
             are.
@@ -57,7 +58,10 @@ class FoundNetwork:
         return f"Network {self.name or 'self'!r} ({type(self.module).__name__})"
 
     def network_of(self, graph: NetworkGraph) -> tuple[DrivenNetwork, Plan] | None:
-        """The cut network, and its plan, whose weights this graph uses; ``None``: there is none.
+        """Find which of the networks in `driven` has weights that a graph uses.
+
+        Returns:
+            The network and its plan; ``None``: the graph uses weights of none of them.
 
         Raises:
             NetworkError: the graph uses weights of two of them.
@@ -107,7 +111,7 @@ class WatchedModule:
     several: str = ""
 
     def put(self, state: ModuleState, reason: str = "") -> None:
-        """Set the state, and the reason for it."""
+        """Set the state, and the reason for it (a predicate of the module)."""
         self.state = state
         self.reason = reason
 
@@ -118,7 +122,7 @@ def is_materialized(module: nn.Module) -> bool:
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The submodules that have parameters of their own."""
+    """The modules in a module, itself included, that have parameters of their own."""
     return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
 
 

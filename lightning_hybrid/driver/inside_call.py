@@ -1,13 +1,13 @@
-"""A call of a network in which backwards run too, as soon as a micro-batch's share of the loss is.
+"""A call of a network inside of which the backwards of micro-batches run too.
 
-The loss is one sum over samples (:mod:`lightning_hybrid.graph.loss_terms`), so that the gradient of
-each micro-batch is known when its forward ends, but for one factor: the gradient of the loss. The
-backwards run with the one that is expected, and leave their gradients aside. The user's backward
-adds these to ``parameter.grad``, times what came by what was expected. If no backward comes, they
-are dropped.
+The loss is a sum over samples (:mod:`lightning_hybrid.graph.loss_terms`). So the gradients of a
+micro-batch can be computed when its forward ends, but for one factor: the gradient of the loss,
+which comes with the user's backward. The backwards run with an expected value of this factor, and
+leave their gradients aside. The user's backward multiplies them with the quotient of the real and
+the expected factor, and adds them to ``parameter.grad``. If no backward comes, they are dropped.
 
-All other outputs (logits) are late: their numbers are made when they are read, by another forward,
-and from the next call on kept. If a gradient comes to one of them, the call is made again, and its
+All other outputs (logits) are late: their numbers are made by another forward when they are read,
+and kept in later calls. If a gradient comes to such an output, the call is made again, and its
 backward follows it.
 """
 
@@ -35,7 +35,7 @@ from lightning_hybrid.stage import Call, Gradients, Values
 
 
 def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
-    """Why backwards of a graph cannot run inside of its calls, as a predicate; empty: they can."""
+    """Why backwards of a graph cannot run inside of its calls, as a clause; empty: they can."""
     placement, engine = network.placement, network.engine
     if graph.no_shares:
         return graph.no_shares
@@ -46,7 +46,7 @@ def why_not_inside(network: DrivenNetwork, graph: NetworkGraph) -> str:
 
 
 class InsideCalls:
-    """Makes such calls of one captured graph.
+    """Makes the calls of one captured graph whose backwards run inside of them.
 
     Args:
         network: the network.
@@ -56,8 +56,10 @@ class InsideCalls:
     Attributes:
         network: see above.
         specialization: see above.
-        read: numbers of the outputs that were read in a call before, and are kept.
-        factor: the gradient of the loss that came last, by the scale of losses; ``None``: none has.
+        read: positions of the outputs that were read after an earlier call, so that calls keep
+            their numbers.
+        factor: the gradient of the loss that has come last, divided by the factor of loss scaling;
+            ``None``: none has come yet.
     """
 
     def __init__(
@@ -72,7 +74,12 @@ class InsideCalls:
         self._suits = not why_not_inside(network, specialization.graph)
 
     def suits(self, leaves: Sequence[Tensor], loss: LossOfCall | None) -> bool:
-        """Whether backwards can run inside of a call on these tensors."""
+        """Whether backwards can run inside of a call on these tensors; says once why they cannot.
+
+        Args:
+            leaves: the inputs of the graph.
+            loss: the loss of the call; ``None``: micro-batches have no shares of a loss.
+        """
         if loss is None or not self._suits or self.network.anchor() is None:
             return False
         if loss.learns or any(leaf.requires_grad for leaf in leaves):
@@ -86,8 +93,8 @@ class InsideCalls:
 
         Args:
             leaves: the inputs of the graph.
-            loss: the loss of this call.
-            keep: whether its outputs will be read.
+            loss: the loss of this call; its ``value`` is set.
+            keep: whether all outputs will be read, so that their numbers are kept.
 
         Returns:
             The outputs of the graph.
@@ -100,12 +107,15 @@ class InsideCalls:
     # micro-batches, and could prepare nothing meanwhile.)
 
     def expected(self) -> Tensor:
-        """The gradient of the loss that is expected now: the last one, at the present scale."""
+        """The gradient of the loss that is expected to come in the next backward.
+
+        That is the last one that came (1 if none has), at the present factor of loss scaling.
+        """
         last = self._one() if self.factor is None else self.factor
         return self.network.scaled(last)
 
     def expect(self, came: Tensor) -> None:
-        """Expect this gradient from now on, unless it is zero or not finite."""
+        """Expect the gradient ``came`` of the loss from now on, unless it is zero or not finite."""
         last = self._one() if self.factor is None else self.factor
         is_one = came.isfinite() & (came != 0)
         self.factor = torch.where(is_one, came / self.network.scaled(self._one()), last)
@@ -118,18 +128,19 @@ class _InsideCall:
     """One call of a network whose backwards run inside of its forward.
 
     Args:
-        calls: see :class:`InsideCalls`.
-        leaves: the inputs.
-        loss: the loss.
-        keep: whether outputs are kept.
+        calls: makes the calls of the graph.
+        leaves: the inputs of the graph.
+        loss: the loss of the call.
+        keep: whether the numbers of all outputs are kept.
 
     Attributes:
         calls: see above.
         loss: see above.
-        samples: of each micro-batch.
+        samples: the number of samples of each micro-batch.
         expected: the gradient of the loss with which backwards run, a scalar.
-        call: the call.
-        learns: of each output, whether it may get a gradient.
+        call: the call of the stages; set by :meth:`forward`.
+        learns: for each output of the graph, whether a gradient may come to it; set by
+            :meth:`forward`.
     """
 
     call: Call
@@ -150,7 +161,12 @@ class _InsideCall:
         self._made: dict[int, Tensor] = {}
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Run forwards and backwards. Returns the loss, and the outputs."""
+        """Run the forwards and backwards of all micro-batches.
+
+        Returns:
+            The loss, and the outputs of the graph. Of those that are not kept, numbers are made
+            when they are read.
+        """
         calls = self.calls
         graph = calls.specialization.graph
         self.call, _ = calls.network.forward(
@@ -171,7 +187,16 @@ class _InsideCall:
         return value, *outputs
 
     def _end(self, microbatch: int, outputs: Values) -> tuple[Values, Gradients]:
-        """The share of a micro-batch: what is kept of its outputs, and their gradients."""
+        """Compute the share of the loss that a micro-batch has, when its forward has ended.
+
+        Args:
+            microbatch: number of the micro-batch.
+            outputs: the outputs of the last stage for it.
+
+        Returns:
+            No outputs (what is kept of them is kept here), and for each output its gradient, by
+            the expected gradient of the loss.
+        """
         leaves = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
         self.learns = [leaf.requires_grad for leaf in leaves]
         share = self.loss.share(leaves, self.samples, microbatch)
@@ -198,7 +223,11 @@ class _InsideCall:
         return Late.like(pieces[0], lambda: self._read(index), tuple(size))
 
     def _read(self, index: int) -> Tensor:
-        """An output, whose numbers are made now."""
+        """Make the numbers of a late output, which is read now, by running the call again.
+
+        Args:
+            index: position of the output.
+        """
         self.calls.read.add(index)
         if index not in self._made:
             with torch.no_grad():
@@ -208,10 +237,16 @@ class _InsideCall:
         return self._made[index]
 
     def again(self, *, grad: bool) -> tuple[Call, list[Values]]:
-        """Make the call again. Returns it, and the outputs of its micro-batches.
+        """Run the forward of the call again, with the same random numbers.
+
+        Args:
+            grad: whether a backward may follow.
+
+        Returns:
+            The call of the stages, and per micro-batch the outputs, detached.
 
         Raises:
-            NetworkError: weights or inputs have changed since.
+            NetworkError: weights, the module's mode or inputs have changed since the call.
         """
         network = self.calls.network
         if self._state != self._state_now():
@@ -230,7 +265,7 @@ class _InsideCall:
         return call, detached
 
     def _state_now(self) -> tuple[Any, ...]:
-        """Versions and modes on which outputs depend, to see whether they have changed."""
+        """Versions and modes on which outputs depend: equal as long as none has changed."""
         network = self.calls.network
         with as_they_are():
             here = [own.specializations[0].parameters() for own in network.engine.owned]
@@ -240,12 +275,15 @@ class _InsideCall:
 
 
 def _sized(output: Tensor) -> Tensor:
-    """A tensor of the same size, in memory for one number."""
+    """A tensor of the same size and type, without values, in memory for one number."""
     return output.detach().new_empty(()).expand(output.shape)
 
 
 class _InsideNode(torch.autograd.Function):
-    """The node in autograd's graph for one such call."""
+    """Autograd's node of one :class:`_InsideCall`.
+
+    Its backward adds the gradients that the call has made to those of the parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, run: _InsideCall) -> tuple[Tensor, ...]:
@@ -293,12 +331,15 @@ def _go_back_again(
     *,
     parameters: bool,
 ) -> None:
-    """Go back through a call whose outputs have gradients too: what is aside is of the loss alone.
+    """Run the backward of a call if gradients have come to other outputs than its loss.
+
+    The gradients that the call has left aside are those of the loss alone. So its forward is run
+    again, and its backward follows with all gradients.
 
     Args:
         run: the call.
         of_loss: the gradient of the loss.
-        of_outputs: those of the outputs.
+        of_outputs: the gradients of the outputs.
         parameters: whether parameters get gradients.
     """
     graph, network = run.calls.specialization.graph, run.calls.network

@@ -12,7 +12,7 @@ NumbersOfMicrobatches = tuple[tuple[int | float, ...], ...]
 
 
 class Specialization:
-    """One captured graph of a network that has been cut.
+    """One captured graph of a network that has been cut, and how batches are split for it.
 
     Args:
         number: number of the graph among those of the network, the same on all ranks.
@@ -29,7 +29,10 @@ class Specialization:
         ] = {}
 
     def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], NumbersOfMicrobatches]:
-        """The inputs of each micro-batch, and the values of the graph's numbers in it."""
+        """Split the inputs of a call. Per micro-batch: its inputs, and the graph's numbers in it.
+
+        (The graph's numbers follow from the sizes of inputs.)
+        """
         parts, numbers, _ = self._known(leaves)
         return self.graph.split(leaves, parts), numbers
 
@@ -38,7 +41,12 @@ class Specialization:
         return self._known(leaves)[2]
 
     def _known(self, leaves: Sequence[Tensor]) -> tuple[int, NumbersOfMicrobatches, list[int]]:
-        """The number of parts of a batch, their numbers and samples; cached by input shapes."""
+        """How a batch is split; cached by the shapes of the inputs.
+
+        Returns:
+            The number of micro-batches; per micro-batch the values of the graph's numbers; per
+            micro-batch its number of samples.
+        """
         shapes = tuple([leaf.shape for leaf in leaves])
         known = self._splits.get(shapes)
         if known is None:

@@ -94,7 +94,10 @@ class _Noted:
         self._seen = set[int]()
 
     def container(self, value: Any) -> None:
-        """Record what a container holds, and what the containers in it hold."""
+        """Record what a container holds, and what the containers in it hold.
+
+        Other values, and containers with more than `_MANY` entries, are not recorded.
+        """
         waiting = [value]
         while waiting:
             one = waiting.pop()
@@ -128,14 +131,21 @@ class _Noted:
                 self.container(vars(one))
 
     def attributes_of_class(self, kind: Any) -> None:
-        """Record the attributes of a class that are values and containers, not code."""
+        """Record the attributes of a class that are plain values or containers.
+
+        Functions and attributes with names like ``__name__`` are not recorded.
+        """
         for name, value in [*vars(kind).items()]:
             if isinstance(value, (*_VALUES, *_CONTAINERS)) and not name.startswith("__"):
                 self.container(value)
                 self._place(partial(getattr, kind, name), partial(setattr, kind, name))
 
     def _held_by(self, function: FunctionType) -> Iterator[Any]:
-        """Record the variables of a function's closure and its globals; yields the former."""
+        """Record the variables of a function's closure and the globals that it looks up.
+
+        Yields:
+            The values of the closure's variables.
+        """
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
@@ -157,7 +167,7 @@ class _Noted:
         self._places.append((read, write, read()))
 
     def put_back(self) -> None:
-        """Undo the changes of all that was recorded."""
+        """Undo all changes since the recording of what was recorded."""
         # names first: a container that was replaced is back before what it holds is put back
         for read, write, value in self._places:
             if read() is not value:
@@ -210,7 +220,7 @@ class RandomStates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the generators start from these states; afterwards they are as before it."""
+        """Inside, the generators start from the recorded states; afterwards they are as before."""
         now = RandomStates()
         self._set()
         try:
@@ -235,7 +245,8 @@ class ModuleCopy:
         module: the network; all of its weights have memory on this rank.
         arguments: positional arguments of the call.
         keywords: keyword arguments of the call.
-        batched: the tensors whose first dimension is the batch's.
+        batched: the tensors among the arguments and in the module whose first dimension is the
+            batch.
         writes: whether the forward changes parameters, so that the copy needs its own.
 
     Attributes:

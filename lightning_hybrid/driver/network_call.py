@@ -79,14 +79,17 @@ class NetworkCall:
         return graph.returned(outputs, numbers)
 
     def learns(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether a call on these tensors is differentiable."""
+        """Whether a call on these inputs is differentiable.
+
+        That is: gradients are enabled, and an input or a parameter of the network requires one.
+        """
         if not torch.is_grad_enabled():
             return False
         return self.network.anchor() is not None or any(leaf.requires_grad for leaf in leaves)
 
 
 class _CallNode(torch.autograd.Function):
-    """The node in autograd's graph for one call of a network."""
+    """Autograd's node of one call of a network: its forward and backward run the pipeline."""
 
     @staticmethod
     def forward(
@@ -146,10 +149,10 @@ class _CallNode(torch.autograd.Function):
 
 
 def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None:
-    """Refuse a call whose arguments share memory of which the network writes to one.
+    """Refuse a call in which the network writes to an argument that shares memory with another.
 
-    They are sent to the stages as separate tensors, so that a write to one would not change the
-    other, as it does on one device.
+    Arguments are sent to the stages as separate tensors, so that a write to one would not change
+    the other, as it does on one device.
 
     Raises:
         NetworkError: a written argument shares its memory with another one.
@@ -167,7 +170,13 @@ def _refuse_shared_memory(graph: NetworkGraph, leaves: Sequence[Tensor]) -> None
 
 
 def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence[Any]) -> None:
-    """Copy arguments that the network has changed in place back into the caller's tensors."""
+    """Copy arguments that the network has changed in place back into the caller's tensors.
+
+    Args:
+        graph: the captured graph.
+        leaves: the caller's tensors, the inputs of the graph.
+        outputs: what the stages have returned, changed arguments included.
+    """
     found = dict(zip(graph.tensor_outputs, outputs))
     for leaf, tensor in zip(graph.leaves, leaves):
         if leaf in graph.written_leaves:
@@ -178,12 +187,17 @@ def _write_back(graph: NetworkGraph, leaves: Sequence[Tensor], outputs: Sequence
 def _join_gradients(
     inputs: Sequence[Gradients], wanted: Sequence[bool], graph: NetworkGraph
 ) -> Gradients:
-    """Join gradients of the inputs over the micro-batches; those of unsplit inputs are added.
+    """Join gradients of the inputs over the micro-batches.
+
+    Those of an input that was not split, and that each micro-batch has got whole, are added.
 
     Args:
         inputs: per micro-batch, the gradients of the inputs.
         wanted: for each input whether it needs a gradient.
         graph: tells in which dimension an input has the samples.
+
+    Returns:
+        For each input its gradient; ``None``: it needs or has none.
     """
     found: Gradients = []
     for index, (wants, leaf) in enumerate(zip(wanted, graph.leaves)):

@@ -1,4 +1,4 @@
-"""What a run says of how networks are found, cut and driven."""
+"""The options of a run by which its driver finds, cuts and drives networks."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from lightning_hybrid.planning import CalledNetwork, Plan
 from lightning_hybrid.stage import StageOptions
 
 Planner = Callable[[CalledNetwork, int, Sequence[Plan], bool], Plan]
-"""Makes the plan of a network, which is given with the inputs of one micro-batch: for a number of
-micro-batches, and beside the plans of the networks that are placed already. The last argument says
-whether the planner chooses the cuts, even if the user has given cut points."""
+"""Makes the plan of a network. Arguments: the network with the inputs of one micro-batch, the
+number of micro-batches, the plans of the networks that are placed already, and whether the planner
+chooses the cuts even if the user has given cut points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class DriverOptions:
         say: tells the user something, in one line, once for all replicas.
         names: names of the modules that are networks; ``None``: they are found by their calls.
         microbatches: into how many micro-batches a batch is split; ``None``: by the batch's size.
-        number_of_stages: into how many a network is cut; ``None``: as many as a replica has
+        number_of_stages: into how many stages a network is cut; ``None``: as many as a replica has
             devices.
         cut_by_user: whether the user says where stages are cut.
         automatic: whether the user has asked for no number of stages: then a network that cannot be
@@ -41,11 +41,12 @@ class DriverOptions:
         folder: where ranks write files that others map, if possible.
         follows: whether networks draw the random numbers of one device; see `StepCalls`.
         shards: whether states of optimizers are divided over the replicas.
-        shares: whether backwards may run inside of calls, so that it is looked whether each
-            micro-batch has a share of the loss.
-        inside: whether they are to run there, if they can.
+        shares: whether backwards possibly run inside of calls, so that each capture looks for a
+            loss of which each micro-batch has a share.
+        inside: whether the user has asked for backwards inside of calls.
         accumulates: whether gradients of several batches are accumulated.
-        scaled: multiplies a number by what a scaler multiplies losses with before a backward.
+        scaled: multiplies a number by the factor by which a scaler multiplies losses before a
+            backward.
         first_failure: gives the error of the rank that failed first; called if a driver of another
             replica has failed.
     """

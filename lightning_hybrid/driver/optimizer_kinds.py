@@ -59,7 +59,7 @@ def register_optimizer(kind: K) -> K:
         The class.
 
     Raises:
-        HybridError: it is no class of optimizers.
+        HybridError: ``kind`` is no class of optimizers.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise HybridError(
@@ -70,7 +70,7 @@ def register_optimizer(kind: K) -> K:
 
 
 def why_steps_whole(optimizer: Optimizer) -> str:
-    """Why an optimizer steps as a whole; empty: it steps in parts."""
+    """Why an optimizer steps as a whole, on the driver; empty: each rank steps its parameters."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim.") and kind not in _DECLARED:
         return "it looks at all parameters together"
@@ -93,7 +93,11 @@ def why_steps_whole(optimizer: Optimizer) -> str:
 
 
 def _is_declared(kind: type[Optimizer]) -> bool:
-    """Whether a class is declared, or inherits all that steps from one that is."""
+    """Whether an optimizer class may step in parts.
+
+    It is in `_DECLARED` (torch's, or by `register_optimizer`), or is a subclass of one of these
+    that overrides no method but those in `_FREE`.
+    """
     base = next((each for each in kind.__mro__ if each in _DECLARED), None)
     if base is None:
         return False
@@ -114,7 +118,12 @@ def _is_found_by_name(kind: type) -> bool:
 
 
 def announce(optimizer: Optimizer, reason: str) -> str:
-    """The line for the user about an optimizer that steps as a whole on the driver."""
+    """Make the line for the user about an optimizer that steps as a whole; it is not printed here.
+
+    Args:
+        optimizer: the optimizer.
+        reason: why it does so, from :func:`why_steps_whole`.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     megabytes = sum(p.numel() * p.element_size() for p in parameters) / 1e6
     return (
@@ -125,7 +134,12 @@ def announce(optimizer: Optimizer, reason: str) -> str:
 
 
 def announce_undivided(optimizer: Optimizer, reason: str) -> str:
-    """The line for the user about an optimizer whose states replicas cannot divide."""
+    """Make the line for the user about an optimizer whose states replicas cannot divide.
+
+    Args:
+        optimizer: the optimizer.
+        reason: why it steps as a whole, from :func:`why_steps_whole`.
+    """
     return (
         f"hybrid_gabra: {type(optimizer).__name__} keeps all of its states on each replica, with "
         f"shard_states=True too, since it is not stepped in parts: {reason}."
@@ -133,7 +147,11 @@ def announce_undivided(optimizer: Optimizer, reason: str) -> str:
 
 
 def refuse_deferred(optimizer: Optimizer, reason: str) -> None:
-    """Refuse an optimizer that steps as a whole, but whose parameters are not all on one rank.
+    """Refuse to step an optimizer as a whole if its parameters are not all on one rank.
+
+    Args:
+        optimizer: the optimizer.
+        reason: why it steps as a whole, from :func:`why_steps_whole`.
 
     Raises:
         HybridError: a parameter was made in ``configure_model``, on another rank.

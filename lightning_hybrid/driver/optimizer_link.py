@@ -1,4 +1,4 @@
-"""Keeps the workers' copies of one of the user's optimizers in step with it on the driver."""
+"""Has the workers' copies of an optimizer do what the user's code does with it on the driver."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -38,12 +38,12 @@ class OptimizerLink:
         optimizer: the driver's optimizer.
         names: by ``id``, the names of the module's parameters.
         index: number of the optimizer among the user's.
-        counterparts: the workers' copies, which are told what happens to it.
-        others: which of its states are on other replicas, if replicas divide them.
+        counterparts: tells the workers what their copies of the optimizer are to do.
+        others: which of its states are on other replicas; ``None``: replicas do not divide them.
 
     Attributes:
         reason: why it does not step in parts, each rank its own parameters; empty: it does.
-        sent: whether workers have it, or get it now.
+        sent: whether workers have the optimizer, or are about to get it.
     """
 
     def __init__(
@@ -99,23 +99,29 @@ class OptimizerLink:
 
     @property
     def divided(self) -> OtherReplicas | None:
-        """Which states other replicas have; ``None``: none, or it steps whole or was not sent."""
+        """Tells which states of the optimizer other replicas have.
+
+        ``None``: they have none, it steps as a whole, or it was not sent to the workers yet.
+        """
         return self._others if self.sent and not self.whole else None
 
     @property
     def is_back(self) -> bool:
-        """Whether all states are on this rank, or code here has replaced ``optimizer.state``."""
+        """Whether no state has to be fetched from workers.
+
+        That is so if all states are on this rank, or if code here has replaced ``optimizer.state``.
+        """
         state = self._state
         here = state is None or self.optimizer.state is not state or not state.away
         return here and not self._left
 
     def gather_state(self) -> None:
-        """Fetch the states of the workers' parameters, if they are not here."""
+        """Fetch the states of the workers' parameters into ``optimizer.state``, if not here yet."""
         if self._state is not None and not self.is_back:
             self._state.arrive()
 
     def bring_state(self) -> None:
-        """Put the states of all ranks into the closed optimizer.
+        """After :meth:`close`: fetch the workers' states, and put all states into the optimizer.
 
         If replicas divide the states, the optimizer refuses to step or to make a state dict by
         itself from then on.
@@ -140,12 +146,18 @@ class OptimizerLink:
         return {self._names.get(id(p), ""): state for p, state in own.items() if state}
 
     def leave(self, parameters: Iterable[Parameter]) -> None:
-        """Drop the states of these parameters here, since workers have them."""
+        """Drop the states of these parameters on this rank, since workers have them now.
+
+        An optimizer that steps as a whole keeps them.
+        """
         for parameter in () if self.whole else parameters:
             self.optimizer.state.pop(parameter, None)
 
     def shipped(self) -> None:
-        """Note that the workers have the optimizer as it is now, with their parameters' states."""
+        """Note that the workers have got the optimizer as it is now, with its states.
+
+        If it steps in parts, the next read of ``optimizer.state`` fetches the workers' states.
+        """
         self._read_states()
         self._entered.close()
         self._note_sent()
@@ -155,14 +167,17 @@ class OptimizerLink:
             self.optimizer.state = self._state
 
     def _read_states(self) -> None:
-        """Read the states from the file of a loaded checkpoint, if they were left there."""
+        """Read the states that are still unread in the file of a loaded checkpoint."""
         materialize(t for _, t in tensors_in(self.optimizer.state) if is_unread(t))
 
     def _fetch(self, here: Mapping[Any, dict[str, Any]]) -> dict[Parameter, dict[str, Any]]:
-        """The states of all ranks, in the order of the parameters in the groups.
+        """Fetch the states of the workers' parameters, and join them with those of this rank.
 
         Args:
-            here: the states that this rank has.
+            here: by parameter, the states that this rank has.
+
+        Returns:
+            By parameter, the states of all ranks, in the order of the parameters in the groups.
         """
         remote, found = self._counterparts.state(self._index), {}
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
@@ -211,7 +226,7 @@ class OptimizerLink:
                 attributes["step"] = self._step_before
 
     def forget(self) -> None:
-        """After the run: leave nothing in which this object would keep the optimizer alive."""
+        """Drop what would keep the optimizer alive. Called after the run, after :meth:`close`."""
         self._state = None
         self._own_step = None
 
@@ -219,7 +234,7 @@ class OptimizerLink:
         return [len(group["params"]) for group in self.optimizer.param_groups]
 
     def _note_sent(self) -> None:
-        """Note that the workers have the groups as they are now."""
+        """Note that the workers have the options and parameters of all groups as they are now."""
         self._sent, self._sent_sizes = groups_of(self.optimizer, self._named), self._sizes()
 
     @property
@@ -228,7 +243,10 @@ class OptimizerLink:
         return self._sizes() != self._sent_sizes
 
     def _make_step(self) -> Any:
-        """A ``step`` that calls `_stepping`, the optimizer's own ``step`` and `_stepped`.
+        """Make the ``step`` that replaces the optimizer's own, which it calls.
+
+        Before and after that :meth:`_stepping` and :meth:`_stepped` run, by hooks if torch runs
+        them. Once this link is closed, it calls the optimizer's own alone.
 
         It is a method of the optimizer with the attributes of the original, as learning-rate
         schedulers expect it.
@@ -257,7 +275,15 @@ class OptimizerLink:
         return own
 
     def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
-        """Before a step: restrict the optimizer to what this rank owns, but not in the closure.
+        """Before a step: restrict the optimizer to what this rank owns; a step-pre-hook of torch.
+
+        While the closure runs, which the step calls, the restriction is lifted. An optimizer that
+        steps as a whole is not restricted: its parameters are fetched.
+
+        Args:
+            optimizer: the optimizer.
+            arguments: the arguments of the step, with the optimizer or without.
+            keywords: the keywords of the step.
 
         Returns:
             The arguments and keywords of the step with a wrapped closure; ``None``: as they are.
@@ -294,10 +320,10 @@ class OptimizerLink:
         return (*before, open_closure), keywords
 
     def _enter(self) -> None:
-        """Prepare the computation of the step, until ``_entered`` is closed.
+        """Prepare the computation of the step; closing ``_entered`` undoes it.
 
-        In parts, the optimizer then sees this rank's parameters and states alone; as a whole, it
-        has all parameters and gradients here.
+        If it steps in parts, the workers get the optimizer if it has changed, and then it sees this
+        rank's parameters and states alone. As a whole, it has all parameters and gradients here.
         """
         if not self.whole:
             self._tell_changes()
@@ -313,7 +339,10 @@ class OptimizerLink:
         self._entered.enter_context(self._counterparts.share(self.optimizer))
 
     def silence_state(self) -> None:
-        """Let reads of ``optimizer.state`` fetch nothing, until it steps or :meth:`shipped`."""
+        """Have reads of ``optimizer.state`` fetch nothing from workers for a while.
+
+        That ends with the next step, state dict or :meth:`shipped`.
+        """
         if self._state is not None:
             self._entered.enter_context(self._state.quietly())
 
@@ -334,7 +363,7 @@ class OptimizerLink:
         return complete(optimizer, state_dict, self._names, remote)
 
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        """After a step: have the workers step."""
+        """After a step: have the workers step, unless the optimizer steps as a whole."""
         self._depth -= 1
         if self._depth > 0:
             return

@@ -19,11 +19,11 @@ def refuse_backward(network: DrivenNetwork, call: Call, gradients: Sequence[Tens
     Args:
         network: the network.
         call: its call.
-        gradients: of its outputs.
+        gradients: the gradients of the outputs of the call.
 
     Raises:
-        NetworkError: it is for gradients of gradients, or for several gradients at once.
-        RuntimeError: a backward before it has freed what it needs.
+        NetworkError: the backward is for gradients of gradients, or for several gradients at once.
+        RuntimeError: an earlier backward has freed what this one needs.
     """
     if torch.is_grad_enabled():
         raise NetworkError(
@@ -47,7 +47,13 @@ def refuse_backward(network: DrivenNetwork, call: Call, gradients: Sequence[Tens
 
 
 def join_outputs(parts: Sequence[Sequence[Any]], graph: NetworkGraph) -> list[Any]:
-    """The outputs of the whole batch from those of its micro-batches."""
+    """Join the outputs of micro-batches into those of the whole batch.
+
+    Args:
+        parts: per micro-batch, the outputs.
+        graph: tells in which dimension an output has the samples; of an output without samples
+            that of the first micro-batch is taken.
+    """
     if len(parts) == 1:
         return list(parts[0])
     rows = [graph.rows[node] for node in graph.tensor_outputs]
@@ -66,6 +72,9 @@ def split_gradients(
         gradients: the gradients of the outputs of the whole batch.
         sizes: how many samples each micro-batch has.
         graph: tells in which dimension an output has the samples.
+
+    Returns:
+        Per micro-batch, the gradients of its outputs.
     """
     if len(sizes) == 1:
         return [list(gradients)]

@@ -72,11 +72,11 @@ class Ownership:
             self._tensors[rank] += owned
 
     def lend(self, rank: int, weights: Mapping[str, Tensor]) -> None:
-        """Register weights that a worker owns and stages of this rank use too.
+        """Register weights that a worker owns and lends to stages of this rank, which use them too.
 
         Args:
             rank: ``pp_rank`` of the worker.
-            weights: by name, the parameters in the LightningModule here.
+            weights: the parameters of this rank's LightningModule, by name.
         """
         if weights:
             names, types = self._lenders.setdefault(rank, ([], []))
@@ -85,10 +85,13 @@ class Ownership:
             self.lent |= weights
 
     def bring_lent(self) -> Collection[str]:
-        """Write the present values of all lent weights into the memory here. Returns their names.
+        """Fetch the present values of all lent weights, and write them into their memory here.
 
-        (Their versions stay: the values may be the same as before. On the owner, which a step
-        writes to, autograd refuses an older graph.)
+        (The version counters of the weights here are not raised, since values are possibly the same
+        as before.)
+
+        Returns:
+            The names of the lent weights.
         """
         with as_they_are():
             memory = {name: weight.data for name, weight in self.lent.items()}
@@ -99,14 +102,27 @@ class Ownership:
         return self._tensors[rank]
 
     def rank_of(self, name: str) -> int:
-        """``pp_rank`` of the rank that owns a parameter or buffer; of copies the first."""
+        """``pp_rank`` of the rank that owns a parameter or buffer; of copies, that of the first.
+
+        It is 0, the driver's, if no worker owns it.
+        """
         return self._owner.get(name, 0)
 
     # ------------------------------------------------------------------ for remote tensors
 
     @signals_deferred
     def give(self, kind: RemoteKind, names: list[str]) -> dict[str, Tensor]:
-        """Fetch tensors of workers; a gradient of which copies of a stage have parts as its sum."""
+        """Fetch tensors from the workers that own them.
+
+        If copies of a stage have parts of a gradient, their sum is given.
+
+        Args:
+            kind: the kind of the tensors.
+            names: their names in the LightningModule.
+
+        Returns:
+            The tensors by name.
+        """
         command = protocol.GiveGradients if kind is RemoteKind.GRADIENT else protocol.GiveWeights
         parts = [name for name in names if kind is RemoteKind.GRADIENT and self._in_parts(name)]
         requests: dict[int, Command] = {
@@ -128,12 +144,13 @@ class Ownership:
         """Write parameters, or their gradients, as they are now into memory on this device.
 
         Args:
-            kind: of them; not buffers, whose sizes may change.
-            memory: by name, of the sizes and types that the owners have.
+            kind: parameters or gradients; not buffers, whose sizes may change.
+            memory: by name, tensors on this device with the sizes that the owners have; they are
+                written to.
 
         Returns:
-            The names of those that have come. The others are for :meth:`give`: gradients that are
-            sparse, or of which several ranks have a part.
+            The names of the tensors that were written. Use :meth:`give` for the others: gradients
+            that are sparse, or of which several ranks have a part.
         """
         names = list(memory)
         if kind is RemoteKind.GRADIENT:
@@ -153,7 +170,14 @@ class Ownership:
         return names
 
     def take(self, kind: RemoteKind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
-        """Set tensors of workers, or, with ``add``, add to them."""
+        """Set tensors at the workers that own them, or add to gradients there.
+
+        Args:
+            kind: the kind of the tensors.
+            values: the values by name in the LightningModule.
+            add: whether the values, which are gradients then, are added; their networks are noted
+                as not averaged.
+        """
         gradients = kind is RemoteKind.GRADIENT
         if add:  # (this replica alone has added, so it has to be averaged)
             for name in values:
@@ -179,8 +203,8 @@ class Ownership:
             gradients: gradients by name of the parameter.
 
         Returns:
-            The gradients that were not sent: those of other parameters, and those of a worker of
-            whose lent weights one has no gradient here, or a sparse one.
+            The gradients that were not sent: those of parameters that are not lent, and all those
+            of a worker if one of the weights that it lends has no gradient here, or a sparse one.
         """
         rest = dict(gradients)
         for rank, (names, types) in self._lenders.items():
@@ -198,14 +222,18 @@ class Ownership:
         return rest
 
     def clear_gradients(self, names: list[str]) -> None:
-        """Set the gradients of these parameters to None on all ranks that have one."""
+        """Set the gradients of these parameters to None, here and on all workers that have a part.
+
+        Args:
+            names: names in the LightningModule.
+        """
         self._clear_here(self._parts_here(names))
         for rank, mine in self._by_worker(names, names).items():
             self._workers.send(rank, protocol.ClearGradients(mine))
 
     @signals_deferred
     def gradient_names(self) -> set[str]:
-        """Names of the parameters of workers that have a gradient."""
+        """Ask all workers which of their parameters have a gradient; give the names of these."""
         for rank in self._workers.ranks:
             self._workers.send(rank, protocol.NameGradients())
         answers = self._workers.hear(self._workers.ranks)
@@ -214,7 +242,10 @@ class Ownership:
         return dense.keys() | self._parts_here(self._copied).keys()
 
     def add_copied_gradients(self) -> None:
-        """Add gradients of the driver's copy of a stage to the owners', before they are used."""
+        """Add the gradients of the driver's copy of a stage to the owners', and clear them here.
+
+        It is called before gradients are used.
+        """
         parts = self._parts_here(self._copied)
         if parts:
             self._clear_here(parts)
@@ -226,17 +257,31 @@ class Ownership:
                 self._copied[name].grad = None
 
     def _parts_here(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """By name, the gradients of the driver's copy of a stage that are not summed yet."""
+        """By name, the gradients that parameters of the driver's copy of a stage have now.
+
+        They are parts: the owners do not have them yet.
+
+        Args:
+            names: the parameters that are looked at; names that the copy lacks are left out.
+        """
         with as_they_are():
             found = {name: self._copied[name].grad for name in names if name in self._copied}
         return {name: part for name, part in found.items() if part is not None}
 
     def _in_parts(self, name: str) -> bool:
-        """Whether copies of a stage have parts of a parameter's gradient, not summed yet."""
+        """Whether copies of a stage possibly have parts of a parameter's gradient, not summed yet.
+
+        It is True as long as the gradients of the parameter's network are not averaged.
+        """
         return self.network_of[name] in self._unaveraged
 
     def _by_worker(self, names: Iterable[str], of_all: Iterable[str]) -> dict[int, list[str]]:
-        """The names by worker: each at its owner, and those ``of_all`` at all that have a copy."""
+        """Sort names of tensors by ``pp_rank`` of the workers that have them.
+
+        Args:
+            names: names that go to the owner alone.
+            of_all: names that also go to all other workers that have the tensor.
+        """
         found: dict[int, list[str]] = {}
         for name in names:
             found.setdefault(self._owner[name], []).append(name)

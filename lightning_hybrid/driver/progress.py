@@ -1,4 +1,4 @@
-"""Say what is done before the first step, if it takes longer than a few seconds.
+"""Tells the user what is done before the first step, if it takes longer than a few seconds.
 
 A network is captured, checked and profiled inside the first training step, where Lightning's
 progress bar does not move. After 3 s a line says what is done, and further ones follow in ever
@@ -17,7 +17,7 @@ PATIENCE_S = 3.0
 
 
 class StartProgress:
-    """Says what is done before the first step of a network, if it lasts.
+    """Tells the user what is done before the first step, if that takes longer than `PATIENCE_S`.
 
     A thread, from `begin` to `over`, watches the time, since some work (a capture) takes long
     without calling any method of this class.
@@ -38,7 +38,7 @@ class StartProgress:
         self._thread: threading.Thread | None = None
 
     def begin(self, what: str) -> None:
-        """Begin the first piece of work, and start the clock."""
+        """Begin the first piece of work, which ``what`` describes, and start the thread."""
         self._what = what
         self._since = time.perf_counter()
         if self._say is not None:
@@ -47,7 +47,7 @@ class StartProgress:
             self._thread.start()
 
     def doing(self, what: str) -> None:
-        """Set the current work: a description with all its numbers."""
+        """Note that the piece of work that ``what`` describes begins now, and the last one ends."""
         now = time.perf_counter()
         if self._what:
             self.seconds[self._what] += now - self._since
@@ -55,7 +55,7 @@ class StartProgress:
         self._since = now
 
     def over(self) -> None:
-        """End: all work is done, or has failed."""
+        """Note that the last piece of work has ended or failed, and stop the thread."""
         self.doing("")
         thread, self._thread = self._thread, None
         if thread is not None:

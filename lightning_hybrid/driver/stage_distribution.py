@@ -65,12 +65,12 @@ class Distribution:
             number: number of the network: how many there are before it.
             name: dotted name of the network in the LightningModule.
             network: the module.
-            codes: the code of each of its stages.
+            codes: the code of each of its stages, from the first stage to the last.
             placement: which ranks get which stage, and under which schedule they run.
 
         Returns:
-            What runs this rank's stages, and by ``pp_rank`` of each worker, the names in the
-            LightningModule of the tensors that it owns.
+            The engine that runs this rank's stages; and by ``pp_rank`` of each worker, the names in
+            the LightningModule of the tensors that it owns.
 
         Raises:
             NetworkError: code of a stage cannot be sent to its rank, or its stages cannot be shared
@@ -87,11 +87,13 @@ class Distribution:
         return self._make_engine(prefix, network, codes, placement, tied), remote
 
     def distribute_again(self, network: DrivenNetwork, codes: Sequence[StageCode]) -> None:
-        """Have all ranks make their stages of another graph of a network.
+        """Have all ranks make their stages of another graph of a network that was distributed.
+
+        No weights are sent: each stage must use only tensors that its rank has already.
 
         Args:
             network: the network.
-            codes: the code of each stage of the graph, which uses tensors that its rank has.
+            codes: the code of each stage of the graph, from the first stage to the last.
 
         Raises:
             NetworkError: code of a stage cannot be sent to its rank, or a stage cannot be copied.
@@ -107,11 +109,11 @@ class Distribution:
         """Refuse to compile a stage of the driver that uses another rank's parameter.
 
         Args:
-            name: of the network.
-            borrowed: names of these parameters.
+            name: name of the network.
+            borrowed: names of the parameters that the driver's stages use and other ranks own.
 
         Raises:
-            NetworkError: there are some, and stages are compiled.
+            NetworkError: there is such a parameter, and stages are to be compiled.
         """
         for parameter in borrowed if self._options.stages.compiled else ():
             raise NetworkError(
@@ -124,13 +126,17 @@ class Distribution:
     def _order(
         self, number: int, name: str, codes: Sequence[StageCode], placement: Placement
     ) -> None:
-        """Have the workers make their stages, and make what all ranks send by.
+        """Have the workers make their stages, connect the ranks with each other, and wait for all.
 
         Args:
             number: number of the network.
             name: dotted name of the network in the LightningModule.
             codes: the code of each stage.
             placement: which ranks get which stage.
+
+        Raises:
+            NetworkError: code of a stage cannot be sent.
+            Exception: a worker cannot make its stages.
         """
         for code in codes:
             # (checked here, where an error can name the function that workers cannot import)
@@ -157,7 +163,7 @@ class Distribution:
         devices: Devices,
         borrowed: Sequence[frozenset[str]],
     ) -> dict[int, tuple[str, ...]]:
-        """Send each worker the weights of its stages.
+        """Send each worker the weights of its stages; their memory here is then possibly freed.
 
         Args:
             prefix: dotted name of the network in the LightningModule, with a dot behind it.
@@ -195,7 +201,15 @@ class Distribution:
         placement: Placement,
         tied: Sequence[str],
     ) -> Engine:
-        """Make this rank's stages, on its device, and the engine that runs them."""
+        """Make this rank's stages, on its device, and the engine that runs them.
+
+        Args:
+            prefix: dotted name of the network in the LightningModule, with a dot behind it.
+            network: the network.
+            codes: the code of each stage of the network, on any rank.
+            placement: which ranks get which stage.
+            tied: names in the LightningModule of the weights that several ranks use.
+        """
         own = stages_of(placement.devices, self._mesh.coordinates.pp_rank)
         here = make_stages([codes[number] for number in own], network, self._device)
         mine = [prefix + n for part in here for n in part.tensor_names]
@@ -221,7 +235,7 @@ def _refuse_copies(
     Running statistics alone may be written, outside of activation checkpointing.
 
     Raises:
-        NetworkError: a stage does so.
+        NetworkError: a stage with copies writes to something else, or inside of checkpointing.
     """
     for number, (code, copies) in enumerate(zip(codes, map(copies_of, devices))):
         if len(copies) == 1 or not code.written:

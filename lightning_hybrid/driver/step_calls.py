@@ -45,13 +45,27 @@ class StepCalls:
         self._expected = None  # (it may be left from a call that has failed)
 
     def expect(self, grad: bool) -> int:
-        """Fix the number that the next call will have, and return it."""
+        """Fix the number of the next call, before it is made.
+
+        Args:
+            grad: whether that call is differentiable.
+
+        Returns:
+            The number, which the next :meth:`draw_number` gives again.
+        """
         self._expected = None
         self._expected = self.draw_number(grad)
         return self._expected
 
     def draw_number(self, grad: bool) -> int:
-        """The number of the call that is made now, which seeds its random numbers."""
+        """Take the number of the call that is made now, which seeds its random numbers.
+
+        Call it once for each call: evaluations are counted here, and a number that :meth:`expect`
+        has fixed is used up.
+
+        Args:
+            grad: whether the call is differentiable. Calls that are not get negative numbers.
+        """
         if self._expected is not None:
             number, self._expected = self._expected, None
             return number
@@ -63,13 +77,19 @@ class StepCalls:
         return -self._evaluations
 
     def draw_number_ahead(self, batches: int) -> int:
-        """The number of the first differentiable call in the step so many batches ahead."""
+        """The number of the first differentiable call in a later step, for a call launched early.
+
+        Args:
+            batches: how many batches after the current one the step's batch comes.
+        """
         return draw_number(self._batch + batches, 0)
 
     def one_stream(self) -> AbstractContextManager[None]:
-        """Inside, a call on a whole batch draws random numbers on this rank, seeded by its number.
+        """Take a number for a call that this rank computes on a whole batch, and seed it by that.
 
-        With ``follows`` it draws from the generators of the code around it.
+        Returns:
+            A context in which torch's generators are seeded by the number, and after which they are
+            as before. With ``follows`` it changes nothing.
         """
         if self.follows:
             return nullcontext()
@@ -79,7 +99,7 @@ class StepCalls:
         return self.generators_of(draw)
 
     def generators_of(self, draw: int) -> AbstractContextManager[None]:
-        """Inside, this rank draws the random numbers of a call's first micro-batch.
+        """Inside, this rank draws the numbers that the first micro-batch of a call draws in stages.
 
         Args:
             draw: the number of the call.

@@ -55,14 +55,13 @@ class Batches:
     """The training batches of a run whose schedule is not streamed: none is fetched early."""
 
     def ahead(self, count: int) -> Batch | None:
-        """The batch that comes ``count`` batches after the current one.
+        """The batch that comes ``count`` batches after the current one; in this class ``None``.
 
         Args:
             count: 0 for the current batch itself.
 
         Returns:
-            The batch; ``None``: there is no current batch, or the schedule does not allow that it
-            begins early.
+            The batch; ``None``: there is no current batch, or the later one must not begin early.
         """
         return None
 
@@ -74,7 +73,7 @@ class EarlyCall:
     Attributes:
         batch: the later batch.
         call: the call.
-        command: the command that has a stage begin it.
+        command: the command that has the stage of a worker begin it.
         graph: the captured graph that is called.
         leaves: the inputs, as tensors of the batch.
         versions: the version counters of the inputs when their values were sent.
@@ -105,7 +104,11 @@ class EarlyCall:
         ]
 
     def why_other(self, number: int) -> str:
-        """Why an input is not the one that was sent, for an error, by its position."""
+        """Why an input of the real call is not the one that was sent, as a text for an error.
+
+        Args:
+            number: position of the input, from :meth:`other`.
+        """
         given = self.graph.leaves[number]
         if self.leaves[number].dim() == 0:
             return _is_number(given)
@@ -138,7 +141,7 @@ class EarlyCalls:
         self._called: Batch | None = None  # the last batch that the network was called on
 
     def due(self, key: CallKey, leaves: Sequence[Tensor]) -> EarlyCall | None:
-        """Find the launched call whose turn it is: the one for this call of the current batch.
+        """Take the launched call whose turn it is, if it matches the call that is made now.
 
         Args:
             key: the key of the call.
@@ -148,8 +151,8 @@ class EarlyCalls:
             The launched call; ``None``: there is none, and all launched calls were given up.
 
         Raises:
-            NetworkError: the inputs are not those that were sent, or it is the second call in the
-                step, or one without gradients.
+            NetworkError: the inputs are not those that were sent at the launch; or the call is the
+                second one in the step, or is without gradients.
         """
         self._commands.remote.flush()  # (a change of weights gives launched calls up)
         batch = self._batches.ahead(0)
@@ -204,7 +207,7 @@ class EarlyCalls:
             self._tell()
 
     def drop(self) -> None:
-        """Give up all launched calls.
+        """Give up all launched calls on all ranks.
 
         The stages that have not begun them yet run them now, so that no activation stays on a link;
         the driver receives and drops what arrives in the end.
@@ -229,7 +232,10 @@ class EarlyCalls:
             self._network.engine.discard(entry.call)
 
     def _tell(self) -> None:
-        """Send each stage the commands of the launched calls up to its look-ahead, in order."""
+        """Send the stages of workers the commands of launched calls that they lack, in order.
+
+        A stage gets those of as many batches as it may run ahead.
+        """
         for stage, ahead in enumerate(self._ahead[:-1]):
             for count, entry in enumerate(self._pending, 1):
                 if entry.told == stage and count <= ahead:
@@ -237,7 +243,7 @@ class EarlyCalls:
                     entry.told += 1
 
     def _place(self, batch: Batch, graph: NetworkGraph, number: int, leaf: Tensor) -> int | None:
-        """Which tensor of the batch an input of the network is.
+        """Find which tensor of the batch an input of the network is.
 
         Args:
             batch: the current batch.
@@ -249,7 +255,7 @@ class EarlyCalls:
             The position of the tensor in the batch; ``None``: a number that is not in the batch.
 
         Raises:
-            NetworkError: it is another tensor, or needs a gradient.
+            NetworkError: the input is no tensor of the batch, or needs a gradient.
         """
         given = graph.leaves[number]
         if leaf.requires_grad:
@@ -272,7 +278,15 @@ class EarlyCalls:
         )
 
     def _refuse_several(self, batch: Batch, key: CallKey) -> None:
-        """Refuse a second call of the network in a step, and one without gradients."""
+        """Refuse a second call of the network in a step, and a call without gradients.
+
+        Args:
+            batch: the current batch.
+            key: the key of the call that is made now.
+
+        Raises:
+            NetworkError: the call is such a call.
+        """
         if not key.grad:
             raise self._refused(
                 "training_step calls the network without gradients too, in the middle of what is "
@@ -308,7 +322,8 @@ def _those(
         static: whether the number of samples must be the same.
 
     Returns:
-        The inputs; ``None``: the later batch has other shapes or types than the current one.
+        The inputs; ``None``: they have other shapes or types than those of the current batch, or
+        need gradients.
     """
     tensors = batch.tensors
     if any(place is not None and place >= len(tensors) for place in places):
@@ -327,7 +342,7 @@ def _those(
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same numbers in the same memory."""
+    """Whether two tensors show the same memory in the same way (shape, strides, type)."""
     return a is b or (
         a.numel() > 0
         and a.data_ptr() == b.data_ptr()

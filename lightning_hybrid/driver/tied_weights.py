@@ -33,7 +33,8 @@ class Borrowing:
             borrowers may have some that the owners lack.
 
     Attributes:
-        active: whether a rank may use a weight that another one owns.
+        active: whether a rank uses a weight that another one owns, so that :meth:`refresh` must be
+            called before each forward.
     """
 
     def __init__(self, commands: Commands, ownership: Ownership, unaveraged: set[int]) -> None:
@@ -53,7 +54,8 @@ class Borrowing:
         """Register the tied weights that the ranks borrow.
 
         Args:
-            names: per rank of the replica, the driver first, their names in the LightningModule.
+            names: for each rank of the replica, in the order of ``pp_rank``, the names in the
+                LightningModule of the weights that it borrows.
         """
         here, *workers = names
         self._here += here
@@ -81,14 +83,21 @@ class Borrowing:
         self._current = remote.state(RemoteKind.PARAMETER)
 
     def add_borrowed_gradients(self) -> None:
-        """Add the borrowers' gradients to the owners', before gradients are used."""
+        """Take the gradients of tied weights from borrowing workers, and add them to the owners'.
+
+        It is called before gradients are used. (The driver's own are sent with the proxies'.)
+        """
         if self._workers and self._unaveraged:
             self._ownership.take(RemoteKind.GRADIENT, self._collect(), add=True)
             self._commands.remote.outdate(RemoteKind.GRADIENT)
 
     @signals_deferred
     def _collect(self) -> Mapping[str, Tensor]:
-        """Take the gradients of tied weights off the borrowing workers; gives sums by name."""
+        """Take the gradients of tied weights off the borrowing workers.
+
+        Returns:
+            By name in the LightningModule, the sum of their gradients.
+        """
         found: dict[str, Tensor] = {}
         questions = {rank: GiveGradients(names, take=True) for rank, names in self._workers.items()}
         self._commands.tell_each(questions)

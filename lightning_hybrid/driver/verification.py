@@ -90,12 +90,15 @@ class Verification:
     def begin(
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> "Check | None":
-        """A check of the call that begins; ``None`` if this call is not to be checked.
+        """Count the call that begins, and make a check of it if it is due.
 
         Args:
             found: the network.
             arguments: positional arguments of the call.
             keywords: keyword arguments of the call.
+
+        Returns:
+            The check; ``None``: this call is not to be checked.
         """
         if self.verify is False:
             return None
@@ -115,7 +118,12 @@ class Verification:
         return (number - 1) % self.verify == 0
 
     def give_up(self, check: "Check", reason: str) -> None:
-        """Check no more calls of this kind, and tell the user why."""
+        """Check no more calls of the kind of a check, and tell the user why.
+
+        Args:
+            check: the check that is not possible.
+            reason: why, as a clause.
+        """
         _, learns, training = check.kind
         self._off.add(check.kind)
         self._announcements.say(
@@ -131,6 +139,8 @@ def _calls(learns: bool, training: bool) -> str:
 
 class Check:
     """Compares one call with what the network's own Python makes of the same arguments.
+
+    Call :meth:`begin` or :meth:`begin_chain` before the stages run, and :meth:`compare` after.
 
     Args:
         verification: decides which calls are compared.
@@ -169,9 +179,10 @@ class Check:
     # ------------------------------------------------------------------ before the stages run
 
     def begin_chain(self) -> None:
-        """Run the Python of a chain of graphs, before the chain itself is called.
+        """Run the Python of a network that is a chain of graphs, before the chain is called.
 
-        The whole call draws its random numbers from torch's generators as they are now.
+        It runs on a copy of the module, from the present states of torch's generators; the results
+        are kept for :meth:`compare`.
         """
         self._before = random_state(self._device)
         self._start = self._own_draws
@@ -185,7 +196,7 @@ class Check:
         Args:
             call: the call of the stages that follows.
             values: the arguments of its graph.
-            synchronised: whether batch statistics are those of all replicas.
+            synchronised: whether batch normalisation takes its statistics over all replicas.
         """
         self._of.counts[self.kind] = self.number  # (the network is cut by now)
         with self._or_give_up():
@@ -228,9 +239,12 @@ class Check:
         self._expect(self._first_part if self._draws else None)
 
     def _expect(self, rows: ChooseSamples | None = None) -> None:
-        """Run the Python before the stages run, and keep its results, or the error for after them.
+        """Run the network's Python, and keep its results, or its error for :meth:`compare`.
 
         (What one device raises, as for an index that is too large, the stages raise too.)
+
+        Args:
+            rows: chooses samples of the batch; ``None``: all of them.
         """
         try:
             self._expected = self._python(rows)
@@ -241,12 +255,12 @@ class Check:
         """Fetch the network's weights, and copy the module and the arguments as they are now.
 
         Args:
-            batched: the tensors whose first dimension is the batch's.
+            batched: the tensors among the arguments whose first dimension is the batch.
             writes: whether the forward may change parameters.
             transforms: whether the forward transforms functions, as `torch.vmap` does.
 
         Raises:
-            _Inconclusive: there is no such copy, or it would take too much memory.
+            _Inconclusive: the module cannot be copied, or the copy would take too much memory.
         """
         if not is_materialized(self.found.module):
             raise _Inconclusive("it is made in configure_model, and whole on no rank")
@@ -300,13 +314,14 @@ class Check:
         give_back_memory()
 
     def _compare(self, found: dict[str, Any]) -> None:
-        """Compare results with those of the Python, and if they differ find out why.
+        """Compare results of the stages with those of the Python; if they differ, find out why.
 
         Args:
             found: by name, the results of the stages.
 
         Raises:
-            NetworkError: the graph does not hold any more, or samples meet.
+            NetworkError: the graph does not compute what the Python computes now, or results of a
+                sample depend on other samples of the batch.
         """
         weights = dict(self.found.module.named_parameters())
         epsilon = epsilon_of((found, weights), self._device)
@@ -323,14 +338,16 @@ class Check:
             raise self._stale(apart)
 
     def _refuse_meeting(self, part: Made, epsilon: float) -> None:
-        """Refuse results of the first micro-batch that depend on the other samples of the batch.
+        """Refuse a network in which results of a sample depend on other samples of the batch.
+
+        The Python runs once more with other samples in the place of all but the first micro-batch.
 
         Args:
             part: the results of the first micro-batch by itself.
             epsilon: the precision in which all was computed.
 
         Raises:
-            NetworkError: they do.
+            NetworkError: the results of the first micro-batch have changed by that.
         """
         others = self._python(self._among_copies)
         one, other = (first_samples(x, part) for x in (self._expected, others))
@@ -340,11 +357,11 @@ class Check:
             raise self._meet(apart)
 
     def _first_part(self, tensor: Tensor) -> Tensor:
-        """The first micro-batch."""
+        """The samples of the first micro-batch in a tensor of the whole batch."""
         return tensor.narrow(0, 0, self._first)
 
     def _among_copies(self, tensor: Tensor) -> Tensor:
-        """A batch of equal size in which samples of the first micro-batch replace all others."""
+        """A batch as large as ``tensor``, of copies of the samples of its first micro-batch."""
         order = torch.arange(len(tensor), device=tensor.device) % self._first
         return tensor.index_select(0, order)
 
@@ -356,7 +373,8 @@ class Check:
 
         Raises:
             _Inconclusive: the Python does not run on a copy, or lacks memory.
-            NetworkError: the Python raises an error only now, or writes to parameters.
+            NetworkError: the Python raises an error that it has not raised in a call before, or
+                writes to parameters.
         """
         assert self._copy is not None
         if rows is not None and not self._copy.is_complete:
@@ -379,13 +397,17 @@ class Check:
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
-        """Inside, torch's generators are as they were before the call."""
+        """Inside, torch's generators start as they were before the call; then they are put back."""
         with generators_of_microbatch(None, self._device):
             set_random_state(self._before, self._device)
             yield
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
-        """By path, values in attributes of a module and its submodules, parameters excepted."""
+        """The values in attributes of a module and its submodules, without parameters.
+
+        They are keyed by the expressions that reach them (``self.net.count``). Of a network that is
+        a chain of graphs, only attributes that hold tensors are looked at.
+        """
         held: dict[str, Any] = {}
         for name, part in module.named_modules():
             for key, value in vars(part).items():
@@ -399,7 +421,11 @@ class Check:
     # ------------------------------------------------------------------ what was found
 
     def _stale(self, found: Sequence[str]) -> NetworkError:
-        """The error that says that the stages compute something else than the Python."""
+        """Make the error that says that the stages compute something else than the Python.
+
+        Args:
+            found: descriptions of the differences.
+        """
         return NetworkError(
             f"{self.found.shown} does not compute in its stages what its Python computes: in call "
             f"{self.number} {_calls(*self.kind[1:])} {_listed(found)}. TorchDynamo "
@@ -412,7 +438,11 @@ class Check:
         )
 
     def _meet(self, found: Sequence[str]) -> NetworkError:
-        """The error that says that results of a sample depend on other samples."""
+        """Make the error that says that results of a sample depend on other samples.
+
+        Args:
+            found: descriptions of the differences.
+        """
         return NetworkError(
             f"{self.found.shown}: the samples of a batch meet in call {self.number} "
             f"{_calls(*self.kind[1:])}, and they did not in its first one: with other samples in "
@@ -422,13 +452,27 @@ class Check:
 
 
 def _given(result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
-    """By name, what a call has returned, and its arguments, which it may have changed."""
+    """Put the results of a call under names for the comparison.
+
+    Args:
+        result: what the call has returned.
+        given: its positional and keyword arguments after the call, which has possibly changed them.
+    """
     arguments, keywords = given
     return {"output": result, "arguments": arguments, "keywords": keywords}
 
 
 def _differences(found: Any, expected: Made, epsilon: float, *, part: bool = False) -> list[str]:
-    """Differences between results that both have, so of attributes those that the copy has set."""
+    """Describe differences between results of the stages and expected ones, where both have one.
+
+    (Of attributes, the copy gives those alone that its call has set.)
+
+    Args:
+        found: by name, the results of the stages.
+        expected: by name, the results of the Python.
+        epsilon: see :func:`~lightning_hybrid.driver.differences.differences`.
+        part: see there.
+    """
     known = {key: value for key, value in found.items() if key in (expected or ())}
     return differences(known, expected, epsilon, part=part)
 
@@ -445,7 +489,12 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 def _mixes_samples(module: nn.Module, graph: NetworkGraph) -> bool:
-    """Whether a call takes batch statistics, which in a pipeline are those of a micro-batch."""
+    """Whether a call normalises by statistics of its batch, in a pipeline those of a micro-batch.
+
+    Args:
+        module: the network; it is looked for layers of batch normalisation.
+        graph: the captured graph; it is looked for calls of `F.batch_norm`.
+    """
     norms = (part for part in module.modules() if isinstance(part, BatchNorm))
     if any(norm.training or norm.running_mean is None for norm in norms):
         return True

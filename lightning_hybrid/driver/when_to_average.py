@@ -20,7 +20,7 @@ class ReplicaGradients:
         commands: sends commands to the workers.
         borrowing: brings gradients of tied parameters to their owners.
         replicated: the data-parallel groups of what this rank owns.
-        unaveraged: see the attribute; others add to it too.
+        unaveraged: see the attribute; other parts of the driver add to the same set.
         survivors: the replicas that go on if one is lost.
         drivers: the gloo group of the drivers of all replicas; ``None``: there is one.
 
@@ -61,10 +61,10 @@ class ReplicaGradients:
         return self.synchronize and calls == 1 and alone
 
     def begin_inside(self, network: int, calls: int) -> bool:
-        """Whether a call may average gradients that it leaves aside, before its backward.
+        """Whether a call with backwards inside of it may average their gradients at once.
 
-        All replicas get the same answer. It is right if the gradient that comes in the backward is
-        the expected one times the same number on all of them: see :meth:`take_inside`.
+        All replicas get the same answer. Whether the averages may be used is known only in the
+        user's backward: see :meth:`take_inside`.
 
         Args:
             network: number of the network.
@@ -75,22 +75,23 @@ class ReplicaGradients:
         return self.overlap(calls + 1) and network not in self.unaveraged
 
     def take_inside(self, factor: Tensor | None) -> bool:
-        """Whether such averages are right. All drivers call this together.
+        """Whether averages that were begun in a call (:meth:`begin_inside`) may be used.
 
-        This host waits for its last stage here, while the stages before still go back.
+        That is so if all replicas have the same factor. Collective over the drivers. This rank
+        waits here until its device has computed the factor.
 
         Args:
-            factor: what gradients of this replica are multiplied with; ``None``: they are not
-                averaged, or not so.
+            factor: by what this replica multiplies the gradients that the call has left aside;
+                ``None``: this replica cannot use the averages.
         """
         number = inf if factor is None else float(factor)
         return agree(self._drivers, number if isfinite(number) else None)
 
     @contextmanager
     def kept_local(self) -> Iterator[None]:
-        """Inside, gradients of a backward pass stay those of each replica, and are not averaged.
+        """Inside, gradients of a backward pass are not averaged: each replica keeps its own.
 
-        As under DDP, where `torch.autograd.grad` gives those of each replica too.
+        It is for `torch.autograd.grad`, which averages none under DDP either.
         """
         synchronize, self.synchronize = self.synchronize, False
         self.bring_to_owners()
@@ -103,18 +104,28 @@ class ReplicaGradients:
             self.unaveraged.update(networks)
 
     def before_backward(self) -> None:
-        """Prepare for `loss.backward()`: without workers, averaging may overlap with it."""
+        """Prepare for `loss.backward()`: without workers, averaging overlaps with the backward.
+
+        Nothing is done in a replica that has workers, or while :attr:`synchronize` is False.
+        """
         if self.synchronize and not self._commands.workers.ranks:
             self._replicated.rest.arm()
 
     def bring_to_owners(self) -> None:
-        """Bring gradients of penalties and of tied parameters to the owners of the parameters."""
+        """Send gradients that arose on other ranks than the owners of the parameters to the owners.
+
+        These are gradients of penalties, computed here, and those of tied parameters.
+        """
         self._commands.remote.flush()
         self._borrowing.add_borrowed_gradients()
 
     @signals_deferred
     def after_backward(self) -> None:
-        """Average the gradients that the backward passes have not averaged while they ran."""
+        """Average the gradients that the backward passes have not averaged while they ran.
+
+        Called after each `loss.backward()`. Collective over all ranks of all replicas; it averages
+        nothing while :attr:`synchronize` is False.
+        """
         self.bring_to_owners()
         if not self.synchronize:
             return
@@ -130,7 +141,13 @@ class ReplicaGradients:
             self._take_together(self._survivors)
 
     def _take_together(self, survivors: Survivors) -> None:
-        """Take the averages when all ranks of all replicas that are left have them."""
+        """Set the averaged gradients, once all ranks of all replicas that are left have their sums.
+
+        If a replica is lost meanwhile, the others sum again without it.
+
+        Args:
+            survivors: the replicas that are left.
+        """
         groups, ask = [*self._replicated.networks, self._replicated.rest], self._commands.ask
         while True:
             survivors.begin_total()

@@ -53,30 +53,53 @@ class Maker:
     """Base class of makers, which know how the numbers of deferred tensors are made.
 
     Attributes:
-        active: whether the module is being built, while operations are recorded and not run.
-        on_one_rank: whether the rank that owns a tensor is the only one that will have it.
+        active: whether a module is being built now, so that operations are recorded and not run.
+        on_one_rank: whether each of its tensors belongs to the one rank that will own it.
     """
 
     active = on_one_rank = False
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Make the numbers of deferred tensors; results for views of one memory share memory."""
+        """Make the numbers of deferred tensors, which themselves stay as they are.
+
+        Args:
+            tensors: deferred tensors; some makers make those of other makers too.
+
+        Returns:
+            For each of them an ordinary tensor; for views of one memory they share memory.
+        """
         raise NotImplementedError
 
     def give_memory(self, tensor: Tensor, value: Tensor) -> None:
-        """Make ordinary tensors of a tensor and its views, in the memory of ``value``."""
+        """Turn a deferred tensor and its views into ordinary ones, in the memory of ``value``.
+
+        Args:
+            tensor: a deferred tensor of this maker.
+            value: an ordinary tensor with its numbers, as :meth:`numbers` gives it.
+        """
         raise NotImplementedError
 
     def open(self, tensor: Tensor, name: str) -> None:
-        """Make a deferred tensor of a tensor on the meta device whose numbers this maker knows."""
+        """Turn a tensor on the meta device into a deferred one of this maker.
+
+        Args:
+            tensor: a tensor whose numbers this maker knows how to make; it stays the same object.
+            name: its name in errors.
+        """
         raise NotImplementedError
 
     def make(self, tensor: Tensor) -> None:
-        """Give a deferred tensor, and its views, memory and numbers for good."""
+        """Turn a deferred tensor and its views into ordinary ones that hold their numbers.
+
+        They stay ordinary from then on.
+        """
         self.give_memory(tensor, self.numbers([tensor])[0])
 
     def pickled(self, tensor: Tensor) -> Any:
-        """What ``__reduce_ex__`` returns for a tensor; ``None``: as for an ordinary tensor."""
+        """What ``__reduce_ex__`` returns for a deferred tensor of this maker, which is pickled.
+
+        ``None``: it is pickled as an ordinary tensor with its numbers.
+        """
         return None
 
 
@@ -84,10 +107,10 @@ class GradientsElsewhere(Protocol):
     """Knows the gradients of deferred parameters, which are on the ranks that train them."""
 
     def has_deferred(self, name: str) -> bool:
-        """Whether a parameter has a gradient."""
+        """Whether the parameter of this name has a gradient on its owner."""
 
     def clear_deferred(self, name: str) -> None:
-        """Set the gradient of a parameter to None."""
+        """Set the gradient of the parameter of this name to None on its owner."""
 
 
 class _Deferred(Intercepted):
@@ -152,9 +175,18 @@ class DeferredParameter(_Deferred, nn.Parameter):  # type: ignore[misc]
 
 
 def _gradient_elsewhere(func: Any, tensor: Any, value: Any = None) -> Any:
-    """Read, set or clear the gradient of a parameter that a worker trains.
+    """Carry out what code on the driver does to ``grad`` of a parameter that a worker trains.
 
-    It is a tensor of that worker: code may see whether there is one, or clear it, and not read it.
+    Code may look whether there is a gradient, which is then a deferred tensor, and may clear it. It
+    cannot read its numbers, or set it to a tensor of its own.
+
+    Args:
+        func: the getter, setter or deleter of ``grad``.
+        tensor: the parameter.
+        value: the value that is set; ``None``: none, or the gradient is cleared.
+
+    Raises:
+        DeferredError: code sets an ordinary tensor.
     """
     with as_they_are():
         gradient: Any = elsewhere(tensor, f"{tensor._full_name}.grad", tensor._where)
@@ -178,16 +210,19 @@ def is_offloaded(tensor: Any) -> bool:
 
 
 def is_of_one_rank(tensor: Any) -> bool:
-    """Whether a tensor was made in ``configure_model`` for one rank alone, here or elsewhere."""
+    """Whether a tensor was made in ``configure_model`` for the one rank that owns it.
+
+    That is this rank or another one. It is True also if the tensor is an ordinary one by now.
+    """
     if isinstance(tensor, _Deferred):
         return tensor._maker is None or tensor._maker.on_one_rank
     return "_was_deferred" in vars(tensor)
 
 
 def count_as_whole(tensor: Tensor) -> None:
-    """Have a tensor count as made in ``__init__``: all ranks know it, and those that use it own it.
+    """Have :func:`is_of_one_rank` be False for a tensor that was deferred and is ordinary now.
 
-    (:func:`is_of_one_rank` is false of it.)
+    It then counts as made in ``__init__``: as a tensor that all ranks know.
     """
     vars(tensor).pop("_was_deferred", None)
 
@@ -196,10 +231,12 @@ def count_as_whole(tensor: Tensor) -> None:
 
 
 def materialize(tensors: Iterable[Tensor]) -> None:
-    """Give deferred tensors among these their memory and numbers, for good.
+    """Turn the deferred tensors among some tensors into ordinary ones that hold their numbers.
+
+    They stay the same objects, and ordinary from then on. Other tensors are left alone.
 
     Raises:
-        DeferredError: another rank owns one.
+        DeferredError: another rank owns one of the deferred tensors.
     """
     for tensor in tensors:
         if isinstance(tensor, _Deferred):
@@ -211,7 +248,7 @@ def materialize(tensors: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
-    """Inside, a deferred tensor is an ordinary one in the memory of ``value``."""
+    """Inside, a deferred tensor is an ordinary one in the memory of ``value``; then as before."""
     before = show(tensor, value)
     try:
         yield
@@ -225,12 +262,12 @@ def value_of(tensor: Tensor) -> Tensor:
 
 
 def offload(tensor: Any, name: str, where: str) -> None:
-    """Free a tensor's memory, and make it a deferred tensor that another rank owns.
+    """Free a tensor's memory, and turn it into a deferred tensor that another rank owns.
 
     Args:
         tensor: a parameter or buffer.
         name: its name in the LightningModule.
-        where: which rank owns it, in the words of errors.
+        where: which rank owns it, in the words of errors ("on ...").
     """
     with as_they_are():
         # (on the meta device, where it keeps its size, strides and type; and not in memory that a
@@ -241,9 +278,14 @@ def offload(tensor: Any, name: str, where: str) -> None:
 
 
 def lend(tensor: Any, name: str, where: str) -> None:
-    """Make a tensor that is not made yet one that another rank owns; its maker still knows it.
+    """Turn a deferred tensor whose numbers are not made yet into one that another rank owns.
 
-    :func:`take_back` undoes this, if the numbers are not changed there.
+    :func:`take_back` undoes this, as long as the other rank has not changed the numbers.
+
+    Args:
+        tensor: the deferred tensor; it has a maker.
+        name: its name in the LightningModule.
+        where: which rank owns it, in the words of errors ("on ...").
     """
     with as_they_are():
         before = exchange_memory(tensor, ordinary(tensor, like(tensor, "meta")))
@@ -252,17 +294,23 @@ def lend(tensor: Any, name: str, where: str) -> None:
 
 
 def is_lent(tensor: Any) -> bool:
-    """Whether another rank has a tensor by :func:`lend`."""
+    """Whether another rank owns a tensor now since it was given to :func:`lend`."""
     return is_offloaded(tensor) and "_lent" in vars(tensor)
 
 
 def take_back(tensor: Any) -> None:
-    """Make a tensor again what it was before :func:`lend`."""
+    """Undo :func:`lend` for a tensor that is lent: this rank makes its numbers again."""
     restore(tensor, tensor._lent)
 
 
 def elsewhere(tensor: Tensor, name: str, where: str) -> Tensor:
-    """A tensor like another one, which another rank owns."""
+    """Make a new deferred tensor that another rank owns, of the form of a given tensor.
+
+    Args:
+        tensor: has the size, strides and type; it stays as it is.
+        name: name of the new tensor in errors.
+        where: which rank owns it, in the words of errors ("on ...").
+    """
     twin = like(tensor, "meta")
     defer(twin, None, name, where)
     return twin
@@ -293,6 +341,8 @@ class FormerMemory(NamedTuple):
 def exchange_memory(tensor: Any, other: Tensor) -> FormerMemory:
     """Swap the memory of a tensor with that of another one; it keeps its identity and class.
 
+    It loses the attributes by which it is a deferred tensor.
+
     Returns:
         What :func:`restore` needs to undo it.
     """
@@ -310,11 +360,11 @@ def clear_attributes(tensor: Any) -> None:
 
 
 def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
-    """Make a deferred tensor of one on the meta device; it stays the same object.
+    """Turn a tensor on the meta device into a deferred one; it stays the same object.
 
     Args:
         tensor: the tensor.
-        maker: knows its numbers; ``None``: another rank owns it.
+        maker: knows how its numbers are made; ``None``: another rank owns it.
         name: its name in errors.
         where: where its numbers are, in the words of errors.
     """
@@ -325,7 +375,7 @@ def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
 
 
 def _elsewhere(tensor: Any) -> DeferredError:
-    """The error for a read of a tensor that another rank owns."""
+    """Make the error for a read of a deferred tensor that another rank owns."""
     if not tensor._where.startswith("on "):
         return DeferredError(
             f"{tensor._full_name!r} is {tensor._where}. Make the module anew, and load a "
@@ -340,7 +390,9 @@ def _elsewhere(tensor: Any) -> DeferredError:
 
 
 def show(tensor: Any, value: Tensor) -> FormerMemory:
-    """Make an ordinary tensor, in the memory of ``value``, of one that may be deferred.
+    """Turn a tensor, deferred or not, into an ordinary one in the memory of ``value``.
+
+    It stays the same object.
 
     Returns:
         What :func:`restore` needs to undo it.
@@ -393,7 +445,20 @@ def makes_views(operator: Any) -> bool:
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred: list[Any]) -> Any:
     """Run an operation on the numbers of deferred tensors.
 
-    The numbers are temporary, unless the operation writes to them or autograd records it.
+    The numbers are temporary, unless the operation writes to them or autograd records it: then the
+    tensors become ordinary ones.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its keywords.
+        deferred: the deferred tensors among them.
+
+    Returns:
+        What the operation returns.
+
+    Raises:
+        DeferredError: another rank owns one of them.
     """
     with as_they_are():
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in deferred)
@@ -421,9 +486,15 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of ``to``, ``cpu`` or ``cuda``: the tensor itself, unless its type changes.
+    """Carry out ``to``, ``cpu`` or ``cuda`` on a deferred tensor.
 
-    It has no memory on any device yet, so there is nothing to move.
+    The tensor itself is the result, since it has no memory on any device, unless its type is to
+    change: then its numbers are made and converted.
+
+    Args:
+        func: the method of tensors.
+        args: its arguments, the deferred tensor first.
+        kwargs: its keywords.
     """
     tensor = args[0]
     with as_they_are():
@@ -434,7 +505,15 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _same_memory(result: Any, deferred: list[Any]) -> Any:
-    """Make deferred tensors of those in a result that are views of a deferred one."""
+    """Turn the tensors in a result that are views of a deferred tensor into deferred ones.
+
+    Args:
+        result: the result of an operation that makes views on the meta device.
+        deferred: the deferred tensors among the arguments of the operation.
+
+    Returns:
+        The result.
+    """
     for _, tensor in tensors_in(result):
         if type(tensor) is Tensor and tensor.is_meta:
             key = storage_key(tensor.untyped_storage())
@@ -476,7 +555,7 @@ _Deferred.looks = LOOKS | {
 
 
 def is_vacant(tensor: Any) -> bool:
-    """Whether a tensor has freed its memory, by :func:`vacate`."""
+    """Whether a tensor is vacant: :func:`vacate` has freed its memory."""
     with as_they_are():
         if is_deferred(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
             return False
@@ -490,7 +569,8 @@ def vacate(tensor: Tensor, *, in_graph: bool = False) -> None:
 
     Args:
         tensor: the tensor.
-        in_graph: whether to do so also where a graph refers to it; nobody runs its backward.
+        in_graph: whether to do so also where a graph refers to it. The caller knows that nobody
+            runs a backward of that graph.
     """
     with torch.no_grad(), as_they_are():
         if is_deferred(tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
@@ -524,12 +604,21 @@ _LOST = "not here: its rank has failed, or could not hand it over"
 
 
 def give_up(tensor: Tensor, name: str) -> None:
-    """Make a tensor whose reading is an error, since the numbers of its owner will not come."""
+    """Have each read of a tensor raise an error, since the numbers of its owner will not come.
+
+    Args:
+        tensor: the tensor; its memory is freed.
+        name: its name in the LightningModule.
+    """
     offload(tensor, name, _LOST)
 
 
 def refuse_lost(tensors: Iterable[Tensor]) -> None:
-    """Raise DeferredError before a run for a tensor that :func:`give_up` was called for."""
+    """Refuse to begin a run with tensors whose numbers were lost in an earlier one.
+
+    Raises:
+        DeferredError: :func:`give_up` was called for a tensor, and it was not made anew since.
+    """
     for tensor in tensors:
         if isinstance(tensor, _Deferred) and tensor._where == _LOST:
             raise _elsewhere(tensor)

@@ -5,10 +5,11 @@ operations on it; random generators advance as on one device (the numbers are dr
 memory and dropped). Afterwards the module's parameters and buffers are deferred
 (:mod:`lightning_hybrid.remote.deferred`), and playing the tape makes their numbers.
 
-What is read from files has these as its source. A large tensor in the memory of a mapped file is
-not read: views of it are made, everything else is recorded. Threads that are started meanwhile
-record as well, since libraries load files in such. A tensor for which code asks ``device="meta"``
-has no numbers on one device either, and is left alone.
+Numbers that code reads from files are read again when they are needed. A large tensor in the memory
+of a mapped file is not read while the network is built: views of it are made, all other operations
+on it are recorded. Threads that are started meanwhile record as well, since libraries load files in
+threads. A tensor that code makes with ``device="meta"`` has no numbers on one device either, and is
+left alone.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from lightning_hybrid.remote.unread import is_unread
 
 
 def _was_loaded(tensor: Any) -> bool:
-    """Whether a deferred tensor is one that a checkpoint which is being loaded has."""
+    """Whether the checkpoint that is being loaded has written to a deferred tensor."""
     deferral: DeferredMaker | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
@@ -64,7 +65,10 @@ def _was_loaded(tensor: Any) -> bool:
 
 
 def has_source(tensor: Any) -> bool:
-    """Whether the numbers of a deferred tensor can be made again, and take no memory meanwhile."""
+    """Whether the numbers of a deferred tensor can be made again without memory in between.
+
+    That is so if they are drawn or computed, or read from a file. It is False for other tensors.
+    """
     maker = getattr(tensor, "_maker", None)
     if not isinstance(maker, DeferredMaker):
         return False
@@ -76,7 +80,10 @@ _living: weakref.WeakSet[DeferredMaker] = weakref.WeakSet()
 
 
 def forget_made() -> None:
-    """After a cut, drop what no tensor of this rank is made of any more, and close its files."""
+    """Drop what all makers have recorded and no deferred tensor of this rank needs any more.
+
+    Called after a cut. Files from which only dropped tensors were to be read are closed.
+    """
     for deferral in _living:
         deferral.tape.forget()
 
@@ -106,7 +113,10 @@ class DeferredMaker(Maker):
 
     @contextlib.contextmanager
     def building(self, module: nn.Module) -> Iterator[None]:
-        """Inside, new tensors have no memory; afterwards those of ``module`` are deferred."""
+        """Inside, new tensors have no memory; afterwards those of ``module`` are deferred.
+
+        Tensors that the module had before stay as they are.
+        """
         before = {id(tensor) for _, tensor in _state(module)}
         with self._noting(), _started_threads(self._recorded):
             yield
@@ -115,7 +125,9 @@ class DeferredMaker(Maker):
 
     @contextlib.contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
-        """Inside, a checkpoint is loaded into a module with deferred tensors.
+        """Inside, a checkpoint is loaded into a module with deferred tensors, which get no memory.
+
+        What is written to them is recorded; their numbers are read when they are needed.
 
         Args:
             module: the LightningModule; other ranks may own some of its tensors after an earlier
@@ -147,14 +159,14 @@ class DeferredMaker(Maker):
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Inside, this thread records operations, until the module is built."""
+        """Inside, this thread records operations, as long as a module is built or loaded."""
         # (one answers what Python reads of tensors, the other records what autograd calls)
         with _Answers(self), _TapeRecorder(self):
             yield
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Inside, operations of this thread run as ever."""
+        """Inside, operations of this thread run as ordinary ones and are not recorded."""
         self._thread.unrecorded = getattr(self._thread, "unrecorded", 0) + 1
         try:
             yield
@@ -162,10 +174,10 @@ class DeferredMaker(Maker):
             self._thread.unrecorded -= 1
 
     def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
-        """Let tensors that other ranks own be written to here.
+        """Let tensors of a module that other ranks own be written to on this rank.
 
         Returns:
-            These tensors, each with its name and where its numbers were.
+            Each of these tensors, its name, and the words for where its numbers are.
         """
         away: list[Any] = [tensor for _, tensor in _state(module) if is_offloaded(tensor)]
         before = [(tensor, tensor._full_name, tensor._where) for tensor in away]
@@ -196,7 +208,11 @@ class DeferredMaker(Maker):
         self._shown.setdefault(self.tape.view(tensor).key, []).append(weakref.ref(tensor))
 
     def _take_real(self, tensors: Iterable[Tensor]) -> None:
-        """Put tensors that have numbers (loaded from files) on the tape, which then holds them."""
+        """Free the memory of ordinary tensors; the tape holds their numbers to make them again.
+
+        (They were loaded from files while the module was built.) Tensors that share their memory,
+        or are in autograd's graph, stay as they are.
+        """
         with as_they_are():
             for tensor in tensors:
                 plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
@@ -205,10 +221,10 @@ class DeferredMaker(Maker):
                     swap_memory(tensor, ordinary(tensor, self.tape.lift(tensor)))
 
     def _take(self, module: nn.Module) -> None:
-        """Make deferred tensors of a module's parameters and buffers that the tape has recorded.
+        """Turn a module's parameters and buffers that the tape has recorded into deferred tensors.
 
-        Other tensors in the module get their memory and numbers now, if they are not computed from
-        parameters.
+        Other recorded tensors (attributes, tensors of other classes) get their memory and numbers
+        now, unless they are in autograd's graph: these become deferred too.
         """
         state = {id(t): (name, t) for name, t in _state(module)}
         with as_they_are():
@@ -234,7 +250,10 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors among the plain attributes of modules, in lists and dictionaries too."""
+    """The tensors in attributes of modules that are no parameters or buffers, with their names.
+
+    Tensors in lists and dictionaries are found too.
+    """
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if key not in ("_parameters", "_buffers", "_modules", "_trainer"):
@@ -246,9 +265,9 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Answers(TorchFunctionMode):
-    """While a module is built, answers for tensors without memory what Python reads of them.
+    """While a module is built, answers what Python asks tensors without memory.
 
-    They seem to be on the device of the deferral, and their numbers are made when they are read.
+    They seem to be on the device of the maker, and their numbers are made when they are read.
     """
 
     def __init__(self, deferral: DeferredMaker) -> None:
@@ -279,7 +298,11 @@ class _Answers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _take_kind(self, tensor: Tensor, data: Tensor) -> None:
-        """Before ``tensor.data = data``: if one of them alone has memory, `tensor` is as `data`."""
+        """Prepare ``tensor.data = data``, if only one of the two has memory.
+
+        Torch refuses to set ``data`` on another device: so `tensor` gets empty memory on the device
+        of `data`.
+        """
         known = map(self._deferral.tape.knows, (tensor, data))
         with as_they_are(), self._deferral.unrecorded():
             if tensor.is_meta is not data.is_meta and any(known):
@@ -287,7 +310,15 @@ class _Answers(TorchFunctionMode):
                 swap_memory(tensor, ordinary(tensor, empty))
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Move a tensor, which stays without memory if it seems to be on that device already."""
+        """Carry out a move of a tensor to a device.
+
+        A tensor without memory that seems to be on that device already stays without.
+
+        Args:
+            func: ``to``, ``cpu``, ``cuda``, `torch.as_tensor` or `torch.asarray`.
+            args: its arguments, the tensor first.
+            kwargs: its keywords.
+        """
         if not isinstance(args[0], Tensor) or not self._deferral.tape.knows(args[0]):
             return func(*args, **kwargs)
         home = self._deferral.device
@@ -322,7 +353,11 @@ class _TapeRecorder(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation: without memory if it makes tensors or has arguments without memory."""
+        """Run an operation: without memory if it makes tensors or has arguments without memory.
+
+        Raises:
+            DeferredError: the operation cannot be put off.
+        """
         tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
         if (composed := next(filter(is_composed, tensors), None)) is not None:
             raise DeferredError(
@@ -362,8 +397,14 @@ class _TapeRecorder(TorchDispatchMode):
     ) -> Any:
         """Run an operation with an argument on the meta device, which has numbers on no rank.
 
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: its keywords.
+            bare: those of its arguments that code has made with ``device="meta"``.
+
         Raises:
-            DeferredError: it needs the numbers.
+            DeferredError: the operation needs their numbers.
         """
         known = [t for _, t in tensors_in((args, kwargs)) if self._tape.knows(t)]
         device = kwargs.get("device")
@@ -415,7 +456,13 @@ class _TapeRecorder(TorchDispatchMode):
         return returned
 
     def _draw(self, func: Any, noted: tuple[Any, Any], written: list[View]) -> None:
-        """Advance the random generator as an operation does: draw its numbers and drop them."""
+        """Advance the random generator as an operation does: draw its numbers and drop them.
+
+        Args:
+            func: the operation, which draws random numbers.
+            noted: its arguments and keywords, with a `View` for each tensor without memory.
+            written: the views among them that it writes to.
+        """
         fills = schema(func).name in _FILLS
 
         def real(value: Any) -> Any:
@@ -467,7 +514,13 @@ class _TapeRecorder(TorchDispatchMode):
 def _started_threads(
     inside: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Within, threads that this one starts, and those that they start, run in another context."""
+    """Inside, each thread that this one starts runs in a context of its own.
+
+    So do threads that these threads start.
+
+    Args:
+        inside: makes the context for one thread.
+    """
     kind: Any = threading.Thread
     original, members = kind.start, {threading.get_ident()}
 

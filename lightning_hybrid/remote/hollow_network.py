@@ -35,8 +35,8 @@ class Hollow:
         device: where the network runs.
 
     Attributes:
-        needed: whether there may be such tensors. Once all are on the device, they stay there until
-            the network is cut; who cuts it sets this.
+        needed: whether there are possibly tensors that are not on the device. False once all are
+            there, which they stay until the network is cut; the caller that cuts it sets this True.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Hollow:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, the tensors are what they are outside of this context."""
+        """Inside, this context is left for a while: tensors are what they are outside of it."""
         self.__exit__()
         try:
             yield
@@ -70,7 +70,11 @@ class Hollow:
             self.__enter__()
 
     def shown_of(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of those of some tensors that are shown without memory now."""
+        """Names of the tensors that have an empty storage now, since this context is entered.
+
+        Args:
+            tensors: the tensors that are looked at, by name.
+        """
         shown = {id(tensor) for tensor, _ in self._shown}
         return [name for name, tensor in tensors.items() if id(tensor) in shown]
 
@@ -101,7 +105,7 @@ class NoMemory(BaseException):
 def watched(
     tensors: Mapping[str, Tensor], read: set[str], absent: Collection[str] = ()
 ) -> Iterator[None]:
-    """Inside, note which tensors are read or written by operations outside of captured graphs.
+    """Inside, note in ``read`` which tensors operations outside of captured graphs read or write.
 
     Torch itself refuses some operations on tensors without memory, but many on CPUs would read at
     address 0. Reading sizes, making new tensors of the same size, and captures by TorchDynamo are
@@ -110,7 +114,7 @@ def watched(
     Args:
         tensors: the tensors to watch, by name.
         read: the set to which names of tensors that are read or written are added.
-        absent: names of those that have no memory here, or old numbers.
+        absent: names of the tensors among them that have no memory here, or stale numbers.
 
     Raises:
         NoMemory: an operation reads or writes an absent tensor.
@@ -139,7 +143,7 @@ class _ArgumentCheck(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell TorchDynamo to capture under this mode, as it does under no other."""
+        """Tell TorchDynamo to capture under this mode (it does not under other dispatch modes)."""
         return True
 
     def __torch_dispatch__(
@@ -152,7 +156,11 @@ class _ArgumentCheck(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def check(self, operation: str, tensors: Iterable[Tensor]) -> None:
-        """Note the watched ones among the arguments of an operation.
+        """Note in ``read`` which watched tensors an operation reads or writes.
+
+        Args:
+            operation: name of the operation.
+            tensors: its arguments.
 
         Raises:
             NoMemory: one of them has no memory.

@@ -52,7 +52,7 @@ class View(Token):
     dtype: torch.dtype
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor with this place in a real storage."""
+        """Make the tensor that lies at this place in a real storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
@@ -62,7 +62,8 @@ class RealTensor:
     """A real tensor that a recorded operation reads.
 
     Attributes:
-        tensor: a copy of it; or itself, if it is larger than `_SNAPSHOT_BYTES` or is deferred.
+        tensor: a copy of the real tensor; or the tensor itself, if it is larger than
+            `_SNAPSHOT_BYTES` or is deferred.
         version: its version counter at the recording, to notice later changes; ``None``: it is a
             copy, or cannot be checked.
     """
@@ -72,7 +73,7 @@ class RealTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> RealTensor:
-        """The constant for a tensor, as its numbers are now."""
+        """Record a tensor as its numbers are now."""
         if is_deferred(tensor):
             return cls(tensor, None)
         tensor = tensor.detach()
@@ -84,7 +85,7 @@ class RealTensor:
         """The numbers of the tensor at the recording.
 
         Raises:
-            DeferredError: they have changed since.
+            DeferredError: the tensor was changed in place since.
         """
         if self.version is not None and version(self.tensor) != self.version:
             raise DeferredError(
@@ -100,7 +101,7 @@ class RecordedOperation:
     """A recorded operation.
 
     Attributes:
-        function: the operation; or a constant, whose numbers the step puts into the result.
+        function: the operation; or a `RealTensor`, whose numbers are put into the result.
         arguments: its arguments by position, with a `View` for each tensor without memory.
         keywords: its arguments by name, likewise.
         results: the places of the tensors that it returns; None: in a storage that existed before.
@@ -122,7 +123,15 @@ class RecordedOperation:
     state: Tensor | None = None
 
     def run(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Tensor]:
-        """Run the operation on real tensors, with the random numbers that it drew originally."""
+        """Run the operation on real tensors, with the random numbers that it drew originally.
+
+        Args:
+            arguments: its arguments by position, real tensors in the place of views.
+            keywords: its arguments by name, likewise.
+
+        Returns:
+            The tensors that it returns.
+        """
         if isinstance(self.function, RealTensor):
             return [self.function.value()]
         with _generator_at(self.generator, self.state):
@@ -155,7 +164,7 @@ class Tape:
     # ------------------------------------------------------------------ recording
 
     def view(self, tensor: Tensor) -> View:
-        """The place of a tensor on the meta device."""
+        """The place of a tensor on the meta device. From then on the tape knows its storage."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         self._storages.setdefault(key, storage)
@@ -163,11 +172,11 @@ class Tape:
         return View(key, size, stride, int(tensor.storage_offset()), tensor.dtype)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor on the meta device was made under this tape."""
+        """Whether a tensor is on the meta device, and in a storage that this tape knows."""
         return tensor.is_meta and storage_key(tensor.untyped_storage()) in self._storages
 
     def bytes_behind(self, view: View) -> int:
-        """The size of the storage that a view lies in."""
+        """The size in bytes of the storage that a view lies in."""
         return self._storages[view.key].nbytes()
 
     def is_marked(self, tensor: Tensor) -> bool:
@@ -175,7 +184,10 @@ class Tape:
         return self.view(tensor).key in self.marked
 
     def holds_memory(self, tensor: Tensor) -> bool:
-        """Whether numbers of a tensor are in memory for this tape, and not in a file or drawn."""
+        """Whether the tape keeps large real tensors in memory to make a tensor's numbers of.
+
+        Numbers that are drawn, or read from a mapped file, take no memory.
+        """
         steps = (self._steps[number] for number in self._needed({self.view(tensor).key}))
         read = (part for step in steps for part in _real_tensors(step))
         return any(
@@ -185,20 +197,23 @@ class Tape:
         )
 
     def lift(self, tensor: Tensor) -> Tensor:
-        """A new tensor without memory whose numbers will be those of a real one."""
+        """Make a new tensor without memory, and record that it has the numbers of a real one."""
         twin = self.made(tensor)
         self.put(twin, tensor)
         return twin
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Record that a tensor without memory has the numbers of another one."""
+        """Record that a tensor without memory has the numbers of another tensor, ``value``."""
         view, nothing = self.view(tensor), frozenset[int]()
         self._add(
             RecordedOperation(RealTensor.of(value), (), {}, (view,), nothing, frozenset({view.key}))
         )
 
     def made(self, like_this: Tensor) -> Tensor:
-        """A new tensor without memory, of the size and type of another one, and with no numbers."""
+        """Make a new tensor without memory, of the size and type of another one.
+
+        The tape knows it, and records no numbers for it.
+        """
         twin = like(like_this, "meta")
         self.view(twin)
         return twin
@@ -241,7 +256,10 @@ class Tape:
         )  # fmt: skip
 
     def forget(self) -> None:
-        """Drop what no living tensor is made of, such as what a later load has overwritten."""
+        """Drop operations and storages that the numbers of no living tensor depend on.
+
+        For example, those of weights that a later load has overwritten.
+        """
         living = {key for key, storage in self._storages.items() if has_tensors(storage)}
         needed = {number: self._steps[number] for number in self._needed(living)}
         kept = living.union(*(step.reads | step.writes for step in needed.values()))
@@ -270,7 +288,11 @@ class Tape:
     # ------------------------------------------------------------------ playing
 
     def real(self, views: Sequence[View]) -> list[Tensor]:
-        """Make the tensors with these places, with numbers; those in one storage share memory."""
+        """Play the tape to make the real tensors with these places.
+
+        Returns:
+            The tensors, in the order of ``views``; those in one storage share memory.
+        """
         memory: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad(), torch.inference_mode(False):
             for number in self._needed({view.key for view in views}):
@@ -278,7 +300,9 @@ class Tape:
             return [self._look(view, memory) for view in views]
 
     def _needed(self, keys: set[int]) -> list[int]:
-        """Numbers of the steps whose results some storages depend on, in order.
+        """Numbers of the recorded operations that the contents of some storages depend on.
+
+        They are in the order in which they were recorded.
 
         Args:
             keys: keys of the storages.
@@ -308,11 +332,11 @@ class Tape:
         return found[::-1]
 
     def _play(self, step: RecordedOperation, memory: dict[int, torch.UntypedStorage]) -> None:
-        """Run a step on real memory.
+        """Run a recorded operation on real memory.
 
         Args:
-            step: the step.
-            memory: the real storages that were made so far, by key; is added to.
+            step: the operation.
+            memory: the real storages that were made so far, by key; new ones are added.
         """
         arguments, keywords = rebuild(
             (step.arguments, step.keywords),
@@ -336,7 +360,14 @@ class Tape:
         memory: dict[int, torch.UntypedStorage],
         device: torch.device | None = None,
     ) -> Tensor:
-        """The real tensor with this place, in a storage of ``memory``, or in a new one."""
+        """Make the real tensor that lies at a place in its storage.
+
+        Args:
+            view: the place.
+            memory: the real storages that were made so far, by key; a storage that is missing is
+                added, uninitialised.
+            device: where a new storage is; ``None``: on the tape's device.
+        """
         if view.key not in memory:
             size = self.bytes_behind(view)
             memory[view.key] = memory_for(size, device or self.device)
@@ -354,7 +385,7 @@ def _real_tensors(step: RecordedOperation) -> Iterator[RealTensor]:
 
 
 def _write(place: Tensor, value: Tensor) -> None:
-    """Copy a tensor to a place, which may show some of its memory many times (`expand`)."""
+    """Copy the numbers of ``value`` into ``place``, which may be an expanded tensor."""
     for dim, stride in enumerate(place.stride()):
         if stride == 0 and place.shape[dim]:
             place, value = place.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -36,11 +36,22 @@ class Intercepted:
 
     @classmethod
     def operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, not one of ``looks``, with a tensor of this class as an argument."""
+        """Run an operation that has a tensor of this class among its arguments.
+
+        Operations in ``looks`` do not come here.
+
+        Args:
+            func: the operation.
+            args: its arguments.
+            kwargs: its keywords.
+
+        Returns:
+            What the operation returns to the user's code.
+        """
         raise NotImplementedError
 
     def numbers(self) -> Tensor:
-        """The values of the tensor, detached; they may be in its own memory."""
+        """The values of the tensor, detached; possibly in its own memory."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -64,7 +75,11 @@ def intercepted_in(values: Any, kind: type) -> Iterator[Any]:
 
 
 def getters(*names: str) -> set[Any]:
-    """The functions by which torch reads these properties of tensors."""
+    """The functions by which torch reads properties of tensors, for ``__torch_function__``.
+
+    Args:
+        names: names of the properties, such as "shape".
+    """
     return {getattr(Tensor, name).__get__ for name in names}
 
 

@@ -22,7 +22,10 @@ ViewInMemory = tuple[Tensor, Tensor]
 
 
 def views_of(network: nn.Module) -> list[ViewInMemory]:
-    """The views of a network's parameters and buffers that code has taken, deferred ones aside."""
+    """Find all views of a network's parameters and buffers among the objects of this process.
+
+    Deferred parameters and buffers are left out.
+    """
     tensors = (*network.parameters(), *network.buffers())
     with as_they_are():
         return living_views(tensor for tensor in tensors if not is_deferred(tensor))
@@ -37,8 +40,8 @@ def living_views(tensors: Iterable[Tensor]) -> list[ViewInMemory]:
         tensors: the tensors; sparse ones are left out.
 
     Returns:
-        Each view with the first of the tensors that it is a part of; a larger one with each tensor
-        whose memory it overlaps.
+        Pairs: each view with the first of the tensors in whose memory it lies; if it lies in none
+        of them, with each tensor whose memory it overlaps.
     """
     # There is no other way than to look at all objects: a tensor tells how many others share its
     # memory, not which; and a write through `data`, or a read, leaves no trace in the version
@@ -57,7 +60,7 @@ def living_views(tensors: Iterable[Tensor]) -> list[ViewInMemory]:
 
 
 def _shown(view: Tensor, owners: Sequence[Tensor]) -> list[Tensor]:
-    """The first owner that a view is a part of; if there is none, all that it overlaps."""
+    """Of some tensors, the first one in whose memory a view lies; else all that it overlaps."""
     whole = [owner for owner in owners if _lies_in(view, owner)]
     return whole[:1] or [owner for owner in owners if _overlap(view, owner)]
 
@@ -94,7 +97,9 @@ def in_one_memory(tensors: Mapping[str, Tensor], wanted: Iterable[str]) -> tuple
 
 
 def refuse_one_memory(module: nn.Module, names: Iterable[str]) -> None:
-    """Refuse two tensors in one memory, one of them a parameter, if another rank is to own one.
+    """Refuse two tensors that overlap in memory, if another rank is to own one of them.
+
+    Two buffers may overlap.
 
     Args:
         module: the LightningModule.
@@ -145,7 +150,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The positions in its storage of a tensor's first byte and of the byte behind its last."""
+    """The part of its storage that a tensor spans: first byte, and the byte behind the last."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()

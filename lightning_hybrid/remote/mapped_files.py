@@ -20,9 +20,9 @@ _HELD_IN_MEMORY = ("/dev/", "/memfd:", "/SYSV")
 
 
 def mappings() -> Iterator[tuple[int, int, str]]:
-    """The first address of each mapped file of this process, the one behind its last, its path.
+    """The mapped files of this process: first address, address behind the last one, path.
 
-    None on systems other than Linux.
+    Other systems than Linux give no files.
     """
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -33,7 +33,7 @@ def mappings() -> Iterator[tuple[int, int, str]]:
 
 
 def in_mapped_file(tensor: Tensor) -> bool:
-    """Whether a large tensor lies in the memory of a mapped file."""
+    """Whether a tensor is larger than `LARGE_BYTES`, and in the memory of a mapped file."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     storage = tensor.untyped_storage()
@@ -55,10 +55,11 @@ def let_go_of_pages(begin: int, end: int) -> None:
 
 
 def let_go_of_file(tensor: Tensor) -> None:
-    """Free the pages that were read of the file that a tensor lies in, if it does.
+    """If a tensor lies in a mapped file, take its pages out of this process.
 
-    Other than by :func:`let_go_of_pages` they stay in the system's cache of the file, from which
-    they come back for nothing. Pages that were written to would not: then nothing is freed.
+    The pages stay in the system's cache of the file (unlike with :func:`let_go_of_pages`), from
+    which a later read gets them at once. If a page was written to, nothing is done, since its
+    contents would be lost. A tensor in other memory stays as it is.
     """
     if not in_mapped_file(tensor):
         return

@@ -1,8 +1,9 @@
 """Memory that goes back to the system as soon as it is dropped.
 
-C's allocator returns only memory at the end of its heap, and where a tensor was it may not find
-room for the next one of its size (glibc before 2.38). Weights that come and go, between small
-objects that are kept, would so leave holes that stay in the process.
+C's allocator returns only memory at the end of its heap to the system. In the hole that a freed
+tensor leaves it possibly finds no room for the next tensor of that size (glibc before 2.38). So
+weights that come and go, between small objects that are kept, would leave holes that stay in the
+process.
 """
 
 import mmap
@@ -15,7 +16,7 @@ _LEAST_BYTES = 2**20
 
 
 def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage without numbers; on CPUs a large one is a mapping of its own.
+    """Make an uninitialised storage; on CPUs a large one is a mapping of its own.
 
     Args:
         size: its size in bytes.
@@ -28,7 +29,7 @@ def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
 
 
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor without numbers, of the size, type and strides of one on the device `meta`."""
+    """Make an uninitialised tensor of the size, type and strides of one on the meta device."""
     storage = memory_for(tensor.untyped_storage().nbytes(), device)
     made = torch.empty(0, dtype=tensor.dtype, device=device)
     return made.set_(storage, 0, tensor.shape, tensor.stride())

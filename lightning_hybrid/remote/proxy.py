@@ -1,8 +1,8 @@
-"""Proxies, tensors of other ranks that look like tensors of this one, and where they come from.
+"""Proxies: tensors of other ranks that look like tensors of this one.
 
 The class of a proxy intercepts the operations on it (:mod:`lightning_hybrid.remote.intercepted`).
-Before its values are used, it has :class:`~lightning_hybrid.remote.remote.RemoteTensors` fetch
-them, and tells it when they have changed.
+Before an operation uses its values, it has :class:`~lightning_hybrid.remote.remote.RemoteTensors`
+fetch them; after an operation has written to them, it tells that object.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,23 +33,33 @@ class RemoteStore(Protocol):
     """Reads and sets tensors on the ranks that own them, by their names in the LightningModule."""
 
     def give(self, kind: RemoteKind, names: list[str]) -> Mapping[str, Tensor]:
-        """Fetch the present values of tensors."""
+        """Fetch the present values of tensors of a kind. Returns them by name."""
 
     def bring(self, kind: RemoteKind, memory: Mapping[str, Tensor]) -> Collection[str]:
         """Write the present values of parameters or gradients into memory on this device.
 
+        Args:
+            kind: parameters or gradients.
+            memory: by name, the tensors that are written to.
+
         Returns:
-            The names of those that have come; :meth:`give` fetches the others.
+            The names of the tensors that were written. Use :meth:`give` for the others.
         """
 
     def take(self, kind: RemoteKind, values: Mapping[str, Tensor], *, add: bool = False) -> None:
-        """Set tensors to values, or, with ``add``, add to them."""
+        """Set tensors at their owners.
+
+        Args:
+            kind: the kind of the tensors.
+            values: the values by name.
+            add: whether the values are added to what the owners have; for gradients alone.
+        """
 
     def clear_gradients(self, names: list[str]) -> None:
-        """Set the gradients of parameters to None."""
+        """Set the gradients of parameters to None at their owners."""
 
     def gradient_names(self) -> set[str]:
-        """Names of the parameters that have a gradient."""
+        """Ask the owners which parameters have a gradient; give the names of these."""
 
 
 class UsesOfProxies(Protocol):
@@ -62,7 +72,7 @@ class UsesOfProxies(Protocol):
     device: torch.device
 
     def read(self, remote: "Remote") -> None:
-        """Fetch a tensor from its owner if what is here is stale."""
+        """Fetch a tensor from its owner if its values here are stale."""
 
     def touch(self, remote: "Remote") -> None:
         """Note that a tensor was written to here."""
@@ -71,20 +81,20 @@ class UsesOfProxies(Protocol):
         """Note that autograd has recorded a use of a parameter."""
 
     def done(self) -> None:
-        """Note that an operation has used what it has read."""
+        """Note that an operation is over, so that the values that it has read may be freed."""
 
     def gradient(self, remote: "Remote") -> Tensor | None:
-        """The value of ``parameter.grad``."""
+        """What ``parameter.grad`` gives for a parameter that another rank owns."""
 
     def assign_gradient(self, remote: "Remote", value: Tensor | None) -> None:
-        """Carry out ``parameter.grad = value``."""
+        """Carry out ``parameter.grad = value`` for a parameter that another rank owns."""
 
 
 class Remote:
     """A tensor that another rank owns, and what this rank knows of it.
 
     Attributes:
-        table: hears from its proxies.
+        table: is told by the tensor's proxies how they are used, and fetches the values.
         kind: its kind.
         name: name of the tensor, or of the parameter of a gradient, in the LightningModule.
         value: its values on this rank: the parameter or buffer itself, or memory for a gradient.
@@ -108,7 +118,10 @@ class Remote:
         self.written = False
 
     def show(self, make: Callable[[], Tensor]) -> Tensor:
-        """The proxy of this gradient that code here has; if there is none, ``make`` makes one."""
+        """The proxy of this gradient that code here refers to.
+
+        If there is none any more, ``make`` is called to make one.
+        """
         proxy = self.shown
         if proxy is None:
             proxy = make()
@@ -117,11 +130,11 @@ class Remote:
 
     @property
     def shown(self) -> Tensor | None:
-        """The proxy that :meth:`show` has given, if any code here still refers to it."""
+        """The proxy that :meth:`show` has given, if any code here still refers to it; else None."""
         return self._shown() if self._shown is not None else None
 
     def keep(self) -> None:
-        """Let proxies keep the present values of ``value``, since the owner drops the tensor."""
+        """Cut the link to the owner, which drops the tensor: proxies keep the values they have."""
         self.table = _Kept(self.value.device)
 
     @property
@@ -130,13 +143,16 @@ class Remote:
         return self.written or (self.seen is not None and version(self.value) != self.version)
 
     def note_equal(self) -> None:
-        """Note that ``value`` is equal to what the owner has."""
+        """Note that ``value`` is now equal to what the owner has, as after a fetch or a send."""
         self.version = version(self.value)
         self.written = False
 
 
 class _Kept:
-    """A table for tensors that no other rank has any more: nothing is fetched or sent."""
+    """Takes the place of `Remote.table` for tensors that no other rank has any more.
+
+    Nothing is fetched or sent.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -206,11 +222,11 @@ _made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def make_proxy(tensor: Any, source: Remote) -> Tensor:
-    """Make a proxy of a tensor, which stays the same object.
+    """Turn a tensor into a proxy; it stays the same object, which is returned.
 
     Args:
         tensor: the tensor.
-        source: the tensor of another rank whose values it shows.
+        source: the tensor of another rank whose values the proxy shows.
     """
     make_proxy_again(tensor, source)
     proxy: Tensor = tensor
@@ -219,7 +235,7 @@ def make_proxy(tensor: Any, source: Remote) -> Tensor:
 
 
 def make_proxy_again(tensor: Any, source: Remote) -> None:
-    """Make a proxy of a tensor that was one before."""
+    """Turn a tensor that :func:`make_proxy` was called for before into a proxy again."""
     # (looked up for every weight in every call: `isinstance` asks the metaclass of parameters)
     plain = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
     tensor.__class__ = RemoteParameter if plain else RemoteTensor
@@ -227,12 +243,12 @@ def make_proxy_again(tensor: Any, source: Remote) -> None:
 
 
 def proxies() -> list[Tensor]:
-    """All tensors that were made proxies and still exist; some may be ordinary again."""
+    """All tensors that were made proxies and still exist; some are possibly ordinary again."""
     return list(_made.values())
 
 
 def make_plain(tensor: Any) -> None:
-    """Make an ordinary tensor of a proxy; other tensors stay as they are."""
+    """Turn a proxy into an ordinary tensor, with the values that are here; others stay as are."""
     # (of every weight in every call of a network: no table of classes is made for each)
     kind = type(tensor)
     if kind is RemoteParameter:
@@ -256,32 +272,35 @@ def read_now(tensor: Tensor) -> Tensor:
 
 
 def source_of(tensor: Any) -> Remote | None:
-    """The source of a proxy; ``None``: the tensor is no proxy."""
+    """The tensor of another rank whose values a proxy shows; ``None``: the tensor is no proxy."""
     return tensor._source if isinstance(tensor, _Proxy) else None
 
 
 def writes_to(tensor: Tensor) -> int:
-    """A number that changes when code here writes to a tensor (and not by the fetch of a proxy)."""
+    """A number to compare before and after code ran here: another one, if it wrote to the tensor.
+
+    (A fetch of a proxy's values does not count as a write.)
+    """
     source = source_of(tensor)
     with as_they_are():
         return version(tensor) if source is None else source.changed
 
 
 def _enter_graph(proxies: Sequence[Any]) -> None:
-    """Tell the tables of parameters among proxies that autograd has recorded their use."""
+    """Note that autograd has recorded a use of those proxies that are parameters with gradients."""
     for proxy in proxies:
         if isinstance(proxy, RemoteParameter) and proxy.requires_grad:
             proxy._source.table.enter_graph(proxy._source)
 
 
 def _done(proxies: Sequence[Any]) -> None:
-    """Tell the tables of proxies that an operation has used them."""
+    """Note that an operation has used what it has read of these proxies."""
     for proxy in proxies:
         proxy._source.table.done()
 
 
 def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
-    """Make a proxy of a result that is in the memory of a proxy (``data``, ``detach()``, views).
+    """Turn a result that lies in the memory of a proxy (``data``, ``detach()``) into a proxy too.
 
     A view in autograd's graph stays as it is: its changes show in the parameter's version counter.
     """

@@ -58,7 +58,16 @@ _IN_MODULES = (RemoteKind.PARAMETER, RemoteKind.BUFFER)
 
 
 def _left(fetched: Iterable[Remote], *, in_graph: bool = False) -> list[Remote]:
-    """Free the memory of parameters; returns those that must keep it (see `vacate`)."""
+    """Free the memory of parameters, so that their next read fetches them again.
+
+    Args:
+        fetched: the parameters.
+        in_graph: whether those in autograd's graph are freed too, but not those with changes that
+            were not sent.
+
+    Returns:
+        The parameters that have kept their memory (see `vacate`).
+    """
     for remote in fetched:
         if not (in_graph and remote.changed):
             vacate(remote.value, in_graph=in_graph)
@@ -75,8 +84,8 @@ class RemoteTensors:
 
     Args:
         owners: reads and sets the tensors on the ranks that own them.
-        device: the device of this rank. Proxies seem to be on it; those that were never read may
-            still be on the CPU.
+        device: the device of this rank. Proxies seem to be on it; those that were never read are
+            possibly still on the CPU.
 
     Attributes:
         device: the device of this rank.
@@ -123,11 +132,13 @@ class RemoteTensors:
                 are always those of the owner: they are constants (a network is not cut between two
                 uses of a buffer that it changes), or running statistics of a copied stage, which
                 each copy updates alike.
-            views: tensors of the user's code that show their memory (see :func:`living_views`),
-                found before the weights were sent, since messages show their memory too.
+            views: views of the user's code in the memory of these tensors (see
+                :func:`living_views`), which become proxies too. They must be found before the
+                weights are sent, since messages are views of them too.
 
         Raises:
-            NetworkError: one shares its memory with another parameter, or with a larger tensor.
+            NetworkError: one of the tensors shares its memory with another parameter, or with a
+                larger tensor.
         """
         self._here_too.update(here_too)
         names = list(names)
@@ -151,12 +162,15 @@ class RemoteTensors:
         self.in_graph = True
 
     def _open(self, name: str, place: dict[str, Any], key: str) -> Remote:
-        """Make a proxy of a tensor in a module.
+        """Turn a parameter or buffer of a module into a proxy, and register it.
 
         Args:
             name: its name in the LightningModule.
-            place: the table of a module that it is in.
-            key: its key there.
+            place: the table of parameters or buffers of the module that it is in.
+            key: its key in this table.
+
+        Returns:
+            What is known of the tensor.
         """
         value = place[key]
         kind = RemoteKind.PARAMETER if isinstance(value, nn.Parameter) else RemoteKind.BUFFER
@@ -168,7 +182,11 @@ class RemoteTensors:
         return known
 
     def names(self, *kinds: RemoteKind) -> set[str]:
-        """Names of the parameters (or buffers) that other ranks own; no kind: of both."""
+        """Names of the parameters and buffers that other ranks own.
+
+        Args:
+            kinds: the kinds that are named; none: parameters and buffers.
+        """
         return {name for kind in kinds or _IN_MODULES for name in self._tensors[kind]}
 
     def _owned(self) -> list[Remote]:
@@ -181,7 +199,9 @@ class RemoteTensors:
         return watched(values, set(), values)
 
     def vacate(self, but: Collection[str] = ()) -> None:
-        """Free the memory of parameters; a read fetches them until their owners change them.
+        """Free the memory of parameters of other ranks, now and whenever the owners change them.
+
+        A read fetches the values, which stay in memory until then.
 
         Args:
             but: names of the parameters that stages of this rank compute with.
@@ -191,12 +211,15 @@ class RemoteTensors:
         self._leave()
 
     def _leave(self) -> None:
-        """Free the memory of parameters that were fetched, unless something else refers to it."""
+        """Free the memory of the parameters that :meth:`vacate` has chosen, where possible."""
         self._here = _left(self._here)
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Inside, parameters without memory get it for an operation; nobody runs its backward."""
+        """Inside, a parameter without memory is fetched for one operation, and then freed again.
+
+        Code inside must not run a backward through what it computes.
+        """
         self._lone = []
         # (a network is called while its proxies are suspended)
         plain = [remote for remote in self._owned() if source_of(remote.value) is None]
@@ -212,18 +235,22 @@ class RemoteTensors:
             self._lone = None
 
     def done(self) -> None:
-        """Note that an operation has used what it has read."""
+        """Note that an operation is over; inside of :meth:`one_by_one`, free what it has read."""
         if self._lone:
             self._lone = _left(self._lone, in_graph=True)
 
     def begin_step(self) -> None:
-        """Note at the start of a training step that no proxy is in autograd's graph."""
+        """Begin a training step: forget which proxies were in the last step's autograd graph."""
         if self.in_graph:
             self.gradients.in_graph.clear()
         self.in_graph = False
 
     def close(self) -> None:
-        """Make ordinary tensors of all proxies again, with the gradients that were brought."""
+        """End the run: turn all proxies into ordinary tensors, and forget the owners.
+
+        Parameters get the gradients that were brought. Reading a parameter whose memory is still
+        free is an error from then on.
+        """
         parameters, owned = self._tensors[RemoteKind.PARAMETER], set(self._owned())
         for remote in owned:
             make_plain(remote.value)
@@ -247,7 +274,11 @@ class RemoteTensors:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, proxies are ordinary tensors, for code that looks at a whole network."""
+        """Inside, proxies are ordinary tensors, for code of this package that looks at a network.
+
+        Their values are those that are here, possibly stale or without memory. Changes are sent
+        before.
+        """
         self.flush()
         for remote in self._owned():
             make_plain(remote.value)
@@ -291,7 +322,7 @@ class RemoteTensors:
         noticed), and the gradients whose version has changed.
 
         Args:
-            names: names of the parameters.
+            names: names of the parameters in the LightningModule.
         """
         self.flush()
         parameters = [self._tensors[RemoteKind.PARAMETER][name] for name in names]
@@ -312,11 +343,11 @@ class RemoteTensors:
                 self._take_back(remote, held.get(remote.name))
 
     def _take_back(self, remote: Remote, held: Remote | None) -> None:
-        """Make a proxy of a parameter again, and note what is to be sent to its owner.
+        """End :meth:`at_hand` for a parameter: make it a proxy, and note what is to be sent.
 
         Args:
             remote: the parameter.
-            held: its gradient, if it had one.
+            held: the gradient that it had at the beginning; ``None``: it had none.
         """
         gradient, remote.value.grad = remote.value.grad, None
         make_proxy(remote.value, remote)
@@ -329,7 +360,10 @@ class RemoteTensors:
     # -- around commands to the owners
 
     def outdate(self, *kinds: RemoteKind) -> None:
-        """Note that the owners change tensors of these kinds, so that what is here is stale."""
+        """Note that the owners change tensors of these kinds, so that their values here are stale.
+
+        Called before a command that has them change is sent. No kind: nothing is noted.
+        """
         for kind in kinds:
             self._age[kind] += 1
             # (so that the next read fetches one tensor alone, see `read`)
@@ -340,7 +374,10 @@ class RemoteTensors:
                 self._leave()
 
     def flush(self) -> None:
-        """Send the owners what was changed here, before a command.
+        """Send the owners what was changed here; called before a command is sent.
+
+        That is: values that were written to proxies, gradients that were assigned, and gradients
+        that autograd has left here.
 
         Raises:
             HybridError: a view of an outdated value was changed.
@@ -364,10 +401,10 @@ class RemoteTensors:
             self._busy = False
 
     def adopt_fetched(self, names: Collection[str] | None = None) -> None:
-        """Note that weights and buffers with memory here are as the owners have them.
+        """Note that parameters and buffers that have memory here are equal to the owners'.
 
         Args:
-            names: of these tensors; ``None``: of all.
+            names: their names; ``None``: all of them.
         """
         for remote in self._owned():
             if (names is None or remote.name in names) and not is_vacant(remote.value):
@@ -376,7 +413,11 @@ class RemoteTensors:
         self._writes += 1
 
     def adopt(self, names: Iterable[str]) -> None:
-        """Note that these parameters are here as the owners have them."""
+        """Note that the values of these parameters here are equal to the owners'.
+
+        Args:
+            names: their names in the LightningModule.
+        """
         for name in names:
             remote = self._tensors[RemoteKind.PARAMETER][name]
             remote.seen = self._age[RemoteKind.PARAMETER]
@@ -394,7 +435,10 @@ class RemoteTensors:
         self._owners.clear_gradients([*self._brought])  # (they belong to this rank now)
 
     def _keep_shown(self) -> None:
-        """Copy brought gradients into the tensors that user code has proxies of already."""
+        """Copy brought gradients into the gradient tensors that the user's code refers to already.
+
+        These are no longer linked to the owners then.
+        """
         with torch.no_grad(), as_they_are():
             for remote in self.gradients.kept(self._brought):
                 if self._brought[remote.name].layout is torch.strided:
@@ -403,7 +447,9 @@ class RemoteTensors:
                 remote.keep()
 
     def adopt_replaced(self, *, computes: bool = True) -> None:
-        """Make proxies of buffers that were replaced here, to be sent before the next command.
+        """Find buffers that code here has replaced by other tensors, and make proxies of these.
+
+        Their values are sent to the owners before the next command.
 
         Args:
             computes: whether stages are about to compute with what their ranks own. (After the
@@ -435,7 +481,11 @@ class RemoteTensors:
     # -- for proxies, as the user's code uses them
 
     def read(self, remote: Remote) -> None:
-        """Fetch a tensor from its owner if what is here is stale."""
+        """Fetch a tensor from its owner if its values here are stale.
+
+        At the second fetch since the owners have changed tensors of its kind, all others of the
+        kind that are stale are fetched with it.
+        """
         kind, age = remote.kind, self._age[remote.kind]
         # (the reader may keep a view and change it later, so `flush` compares the versions)
         self._touched[kind, remote.name] = remote
@@ -459,8 +509,8 @@ class RemoteTensors:
         """Fetch the parameters and buffers of a module that are stale here, in one go.
 
         Args:
-            prefix: the beginning of their names.
-            parameters: whether they are fetched too, or buffers alone.
+            prefix: the beginning of their names: the module's name and a dot; empty: all.
+            parameters: whether parameters are fetched too, or buffers alone.
         """
         self.flush()
         with torch.no_grad(), as_they_are():
@@ -472,14 +522,17 @@ class RemoteTensors:
         """Bytes of the parameters of a module that have no memory here.
 
         Args:
-            prefix: the beginning of their names.
+            prefix: the beginning of their names: the module's name and a dot; empty: all.
         """
         named = self._tensors[RemoteKind.PARAMETER].items()
         values = [remote.value for name, remote in named if name.startswith(prefix)]
         return sum(value.nbytes for value in values if is_vacant(value))
 
     def state(self, kind: RemoteKind) -> object:
-        """A value that stays equal until the owners or this rank change tensors of a kind."""
+        """A value to compare with a later one: equal if no tensor of a kind was changed meanwhile.
+
+        Changes by the owners count, and changes by this rank that were sent.
+        """
         return self._age[kind], self._writes
 
     def touch(self, remote: Remote) -> None:
@@ -498,7 +551,10 @@ class RemoteTensors:
             self.enter_graph(self._tensors[RemoteKind.PARAMETER][name])
 
     def gradient(self, remote: Remote) -> Tensor | None:
-        """A proxy of the gradient of a parameter, if it has one."""
+        """What ``parameter.grad`` gives: a proxy, an assigned tensor, or None for no gradient.
+
+        It asks the owners if it is not known here whether there is a gradient.
+        """
         if not self.gradients.is_known(remote):
             self.flush()  # (a gradient may have come about here)
         return self.gradients.proxy(remote)
@@ -511,7 +567,9 @@ class RemoteTensors:
         self.gradients.assign(remote, value)
 
     def release_gradients(self, names: Iterable[str]) -> None:
-        """Let gradients that code still refers to keep their values, before they are cleared.
+        """Drop gradients here, before their owners clear them.
+
+        Gradients that the user's code still refers to get their present values, and keep them.
 
         Args:
             names: names of the parameters.
@@ -531,7 +589,10 @@ class RemoteTensors:
     # -- inside
 
     def _fetch(self, wanted: Iterable[Remote]) -> None:
-        """Fetch those of some tensors of one kind that are stale here.
+        """Fetch those of some tensors that are stale here.
+
+        Args:
+            wanted: the tensors, all of one kind.
 
         Raises:
             HybridError: a gradient is sparse, and the memory for it here is dense.
@@ -565,7 +626,7 @@ class RemoteTensors:
                 other.note_equal()
 
     def _make_room(self, remote: Remote) -> bool:
-        """Have memory for a tensor on this device. Returns whether there was none."""
+        """Make sure that a tensor has memory on this device. Returns whether it had none at all."""
         if is_vacant(remote.value):
             occupy(remote.value, self.device)
             (self._here if self._lone is None else self._lone).append(remote)
@@ -575,10 +636,19 @@ class RemoteTensors:
         return False
 
     def _bring(self, kind: RemoteKind, stale: Iterable[Remote]) -> Collection[str]:
-        """Have the owners write into the memory here. Returns the names of what has come."""
+        """Have the owners write tensors into their memory on this rank, from device to device.
+
+        Args:
+            kind: the kind of the tensors; for buffers nothing is done.
+            stale: the tensors, which have memory here.
+
+        Returns:
+            The names of the tensors that were written; the others are still stale.
+        """
         if kind is RemoteKind.BUFFER:  # their sizes may change
             return ()
-        # whether the numbers are others is not looked at: they may not be if this graph has them
+        # (the owners write without comparing: a tensor in autograd's graph must not be written to
+        # if its numbers are the same, since a backward would be refused)
         saved = self.gradients.in_graph if kind is RemoteKind.PARAMETER else {}
         memory = {r.name: r.value for r in stale if r.name not in saved}
         brought = self._owners.bring(kind, memory)

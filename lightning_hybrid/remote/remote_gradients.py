@@ -56,20 +56,28 @@ class RemoteGradients:
 
     @property
     def known(self) -> Collection[str]:
-        """Names of parameters whose owners have a gradient, without asking the owners.
+        """Names of the parameters that have a gradient on their owner, as far as it is known here.
 
-        They are those that the last :meth:`names` was told; none before the first one.
+        The owners are not asked: it is what they have told last, and empty if their gradients have
+        changed since.
         """
         return self._present or ()
 
     def is_known(self, remote: Remote) -> bool:
-        """Whether a parameter's gradient is known without sending what is pending first."""
+        """Whether it is known here if a parameter has a gradient.
+
+        Else pending changes must be sent (:meth:`RemoteTensors.flush`), and the owners be asked.
+        """
         if remote.name in self.assigned:
             return True
         return not self.in_graph and self._present is not None
 
     def names(self) -> set[str]:
-        """Names of the parameters whose owners have a gradient; each gets memory for it here."""
+        """Names of the remote parameters that have a gradient on their owner.
+
+        Asks the owners unless it is known (:attr:`known` never asks). Each new name also gets a
+        `Remote` with zeroed memory on this rank, into which a later read fetches the gradient.
+        """
         present = self._names() & self._parameters.keys()
         if not present <= self._held.keys():
             with torch.inference_mode(False), as_they_are():
@@ -87,17 +95,23 @@ class RemoteGradients:
         return self._present
 
     def has_deferred(self, name: str) -> bool:
-        """Whether the owner of a deferred parameter has, or after the run may have, a gradient."""
+        """Whether a deferred parameter has a gradient on its owner.
+
+        Asks the owners unless it is known. After the run, when they cannot be asked, it is True.
+        """
         return self._over or name in self._names()
 
     def clear_deferred(self, name: str) -> None:
-        """Clear the gradient of a deferred parameter, unless the run is over."""
+        """Clear the gradient of a deferred parameter on its owner; after the run, do nothing."""
         if not self._over:
             self._owners.clear_gradients([name])
             self._names().discard(name)
 
     def proxy(self, remote: Remote) -> Tensor | None:
-        """The value of ``parameter.grad``: an assigned tensor, a proxy of the owner's, or None."""
+        """What ``parameter.grad`` gives: an assigned tensor, a proxy of the owner's gradient, None.
+
+        Asks the owners unless it is known which parameters have a gradient.
+        """
         if remote.name in self.assigned:
             return self.assigned[remote.name]
         if remote.name not in self.names():
@@ -106,12 +120,17 @@ class RemoteGradients:
         return found.show(lambda: make_proxy(found.value.detach(), found))
 
     def has(self, remote: Remote, value: Tensor | None) -> bool:
-        """Whether a tensor is the proxy of the parameter's present gradient."""
+        """Whether ``value`` is the proxy of the present gradient of the parameter ``remote``."""
         found = self._held.get(remote.name)
         return found is not None and source_of(value) is found
 
     def assign(self, remote: Remote, value: Tensor | None) -> None:
-        """Carry out ``parameter.grad = value``; the owner gets it before the next command."""
+        """Carry out ``parameter.grad = value``; the owner gets it before the next command.
+
+        Args:
+            remote: the parameter.
+            value: the gradient; ``None``: it is cleared.
+        """
         other = source_of(value)
         if other is not None:
             # (the present values are assigned; before it is sent, the owner may change them)
@@ -123,10 +142,12 @@ class RemoteGradients:
         self.assigned[remote.name] = value
 
     def send_arisen(self) -> bool:
-        """Add gradients that the user's own use of parameters has left here to the owners'.
+        """Send the owners the gradients that autograd has left on this rank, to be added to theirs.
+
+        They come from the user's own use of parameters, as in a penalty, and are cleared here.
 
         Returns:
-            Whether there were any.
+            Whether there were any such gradients.
         """
         found = {}
         for name, remote in self.in_graph.items():
@@ -169,18 +190,26 @@ class RemoteGradients:
             )
 
     def note_parts(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note which of these gradients are parts of larger tensors, for :meth:`refuse_parts`."""
+        """Note which gradients are parts of larger tensors, for :meth:`refuse_parts`.
+
+        Args:
+            gradients: the gradients that code here has made or assigned, by name of the parameter.
+        """
         for name, value in gradients.items():
             if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
                 self._parts.add(name)
 
     @property
     def none_here(self) -> bool:
-        """Whether no gradient has memory or was assigned here."""
+        """Whether no gradient of a worker's parameter has memory here or was assigned here."""
         return not (self._held or self._parts or self.assigned)
 
     def kept(self, names: Iterable[str]) -> list[Remote]:
-        """Those of these gradients of which code here has a proxy at this moment."""
+        """The gradients of some parameters of which code here has a proxy at this moment.
+
+        Args:
+            names: names of the parameters.
+        """
         held = (self._held[name] for name in names if name in self._held)
         return [found for found in held if found.shown is not None]
 
@@ -192,7 +221,7 @@ class RemoteGradients:
             found.keep()
 
     def outdate(self) -> None:
-        """Note that the owners change which parameters have a gradient."""
+        """Note that owners change which parameters have a gradient, so that they are asked anew."""
         self._present = None
 
     def clear(self) -> None:

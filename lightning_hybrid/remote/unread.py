@@ -46,7 +46,14 @@ class Unread(Maker):
         self._shown: list[ref[Any]] = []
 
     def numbers(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Read the numbers of deferred tensors, of each by its own maker."""
+        """Read the numbers of unread tensors; of other deferred tensors their makers make them.
+
+        Args:
+            tensors: deferred tensors.
+
+        Returns:
+            For each of them an ordinary tensor; for views of one memory they share memory.
+        """
         made: dict[int, Tensor] = {}
         found = []
         for tensor in tensors:
@@ -78,14 +85,18 @@ class Unread(Maker):
         self._shown.append(ref(tensor))
 
     def pickled(self, tensor: Tensor) -> Any:
-        """Inside of :func:`streaming`, pickles a tensor so that it is read when it is written."""
+        """What ``__reduce_ex__`` returns for a tensor inside of :func:`streaming`.
+
+        It has the pickler read the tensor only when it writes the tensor's numbers. ``None``
+        outside, and for parameters: they are pickled as ordinary tensors with their numbers.
+        """
         if not _streams.get() or isinstance(tensor, nn.Parameter):
             return None
         return reduced(tensor, lambda: self._read().untyped_storage())
 
 
 def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
-    """A tensor in ``memory`` with the size, strides, offset and type of another one."""
+    """Make a tensor in ``memory`` that has the size, strides, offset and type of ``tensor``."""
     with as_they_are():
         size = tensor.shape
         stride = tensor.stride()
@@ -95,7 +106,10 @@ def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _become(tensor: Any, value: Tensor) -> None:
-    """Make an ordinary tensor of an unread one, in the memory of ``value``, with its gradient."""
+    """Turn an unread tensor into an ordinary one, in the memory of ``value``.
+
+    It keeps its gradient, which is read too if it is deferred.
+    """
     before = make_ordinary(tensor, value).memory
     count_as_whole(tensor)
     with as_they_are():
@@ -114,12 +128,12 @@ def is_unread(tensor: Any) -> bool:
 def unread(
     tensor: Tensor, read: Callable[[], Tensor], *, place: object = None, name: str = ""
 ) -> Tensor:
-    """Make an unread tensor of a tensor on the meta device, which is returned.
+    """Turn a tensor on the meta device into an unread one; it stays the same object.
 
     Args:
-        tensor: has the size, strides and type.
+        tensor: the tensor; it is returned.
         read: reads its numbers; see :class:`Unread`.
-        place: tells where the numbers are; :func:`unread_place_of` returns it.
+        place: tells where the numbers are, in any form; :func:`unread_place_of` returns it.
         name: its name in errors.
     """
     maker = Unread(read)
@@ -129,7 +143,7 @@ def unread(
 
 
 def unread_place_of(tensor: Any) -> Any:
-    """The ``place`` given to :func:`unread`; ``None``: the tensor is not unread, or a view."""
+    """The ``place`` given to :func:`unread`; ``None``: the tensor is not unread, or only a view."""
     if not is_unread(tensor):
         return None
     place, *form = tensor._maker.whole or (None,)
@@ -142,12 +156,12 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def leave_unread(tensor: Any, name: str, value: Any) -> FormerMemory:
-    """Free a tensor's memory, and make it an unread tensor named ``name`` with numbers of another.
+    """Free a tensor's memory, and have it read the numbers of an unread tensor when it is used.
 
     Args:
-        tensor: the tensor; it stays the same object.
-        name: its name.
-        value: an unread tensor of equal form.
+        tensor: the tensor; it stays the same object, and becomes an unread tensor.
+        name: its name in errors.
+        value: the unread tensor whose numbers it gets, of equal size, strides and type.
 
     Returns:
         What :func:`restore` needs to undo it.

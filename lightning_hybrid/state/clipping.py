@@ -1,4 +1,4 @@
-"""The arithmetic of clipping by norm, and of one loss scale, over all stages.
+"""The arithmetic of clipping by norm over all stages, and of loss scaling with one scale for all.
 
 Each rank takes the norms of its own gradients. The driver asks for them, and tells all ranks the
 norm of all gradients, by which each scales its own
@@ -22,6 +22,10 @@ ABSENT = -1.0
 
 def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
     """Multiply gradients by ``factor``, in place, and return whether one of them was not finite.
+
+    Args:
+        gradients: the gradients of this rank.
+        factor: the inverse of the factor of loss scaling, a scalar on any device.
 
     Raises:
         ValueError: a gradient is float16, whose small numbers unscaling would turn to zero.
@@ -57,13 +61,17 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def gradient_norms(parameters: Sequence[Parameter], order: float = 2.0) -> Tensor:
-    """Norm of each gradient that this rank has, on the CPU.
+    """Compute the norm of each gradient that this rank has.
 
-    They come from a GPU in one copy, for which the host waits once.
+    Norms come from a GPU in one copy, for which the host waits once.
+
+    Args:
+        parameters: the parameters whose gradients are looked at.
+        order: the order of the norm.
 
     Returns:
-        One number for each parameter, `ABSENT` where this rank has no gradient; an empty tensor if
-        it has none at all.
+        On the CPU, one number for each parameter, `ABSENT` where this rank has no gradient; an
+        empty tensor if it has no gradient at all.
     """
     each = [parameter.grad for parameter in parameters]
     gradients = [gradient for gradient in each if gradient is not None]
@@ -83,10 +91,13 @@ def total_norm(ranks: Sequence[Tensor], driver_only: Tensor, order: float = 2.0)
     """The norm of all gradients together, as ``torch.nn.utils.get_total_norm`` computes it.
 
     Args:
-        ranks: what `gradient_norms` returns on each rank for the same parameters, in the order of
-            one device (sums are rounded in that order).
-        driver_only: the same of parameters that no other rank knows.
-        order: of the norm.
+        ranks: for each rank of the replica, what `gradient_norms` returns there. All ranks give
+            it the same parameters, in the order that one device has (sums are rounded in it).
+        driver_only: what `gradient_norms` returns for parameters that the driver alone knows.
+        order: the order of the norms.
+
+    Returns:
+        A scalar; 0 if there is no gradient.
     """
     norms = torch.empty(0)
     for theirs in ranks:

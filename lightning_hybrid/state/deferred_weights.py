@@ -1,7 +1,8 @@
 """Weights of networks that are made in ``configure_model``, and are whole on no rank.
 
-A driver makes the weights of its own stage, and those of others as it sends them, or it reads them
-then from a checkpoint that it has loaded without numbers (:mod:`lightning_hybrid.remote.deferred`).
+A driver makes the weights of its own stage, and those of workers' stages when it sends them. If it
+has loaded a checkpoint, whose numbers were left in the file, it then reads them there
+(:mod:`lightning_hybrid.remote.deferred`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,11 +37,12 @@ from lightning_hybrid.state.tensor_file import let_go_of_checkpoints
 
 
 def make_what_no_network_owns(module: nn.Module) -> None:
-    """Make the LightningModule's own tensors, those of modules without parameters, and numbers.
+    """Give memory and numbers to those deferred tensors that every rank is to have.
 
-    From then on they are as if they were made in ``__init__``, so that a later run finds them on
-    every rank, whatever stages use them. (TorchDynamo reads buffers that are a single number in
-    each capture.) All others stay deferred until a call tells to which rank's stage they belong.
+    These are the LightningModule's own parameters and buffers, the buffers of modules without
+    parameters, and buffers that are a single number (which TorchDynamo reads in each capture). From
+    then on they count as made in ``__init__``. All others stay deferred until a call tells to which
+    rank's stage they belong.
     """
     parts = [part for part in module.modules() if next(part.parameters(), None) is None]
     small = [
@@ -57,13 +59,16 @@ def make_what_no_network_owns(module: nn.Module) -> None:
 def to_send(
     tensors: Mapping[str, Tensor], names: Iterable[str], *, makes: bool = True
 ) -> dict[str, Tensor]:
-    """Of the tensors that a worker owns, those that it has not.
+    """Choose the tensors that a driver sends to a worker that is to own them.
 
     Args:
-        tensors: of the LightningModule, by name.
-        names: of the tensors that the worker owns.
-        makes: whether deferred ones are made, or read, as they are sent. Else the worker gets them
-            from that of replica 0.
+        tensors: the tensors of the LightningModule, by name.
+        names: names of the tensors that the worker is to own.
+        makes: whether deferred tensors are sent too, and made or read for that. Else the worker
+            gets them from the same worker of replica 0.
+
+    Returns:
+        The tensors by name, without those that other ranks own already.
     """
     left = is_offloaded if makes else is_deferred
     return {name: tensors[name] for name in names if not left(tensors[name])}
@@ -72,16 +77,16 @@ def to_send(
 def leave_to_worker(
     tensors: Mapping[str, Any], names: Iterable[str], where: str, gradients: RemoteGradients
 ) -> None:
-    """On a driver: free the memory of deferred tensors that a worker owns from here on.
+    """On a driver: note that a worker owns deferred tensors from here on, and free their memory.
 
-    Those that can be made again are lent to it (:func:`lightning_hybrid.remote.lend`), since it
-    keeps none of them.
+    Tensors that can be made again are lent to it (:func:`lightning_hybrid.remote.lend`), so that
+    the driver can take them back. Tensors that were made in ``__init__`` stay as they are.
 
     Args:
-        tensors: of the LightningModule, by name.
-        names: of the tensors that the worker owns.
-        where: words for messages that say which rank has them.
-        gradients: knows which of them have gradients.
+        tensors: the tensors of the LightningModule, by name.
+        names: names of the tensors that the worker owns, of either sort.
+        where: which rank has them, in the words of errors ("on ...").
+        gradients: knows which of them have gradients on the worker.
     """
     for name in names:
         tensor = tensors[name]
@@ -91,13 +96,15 @@ def leave_to_worker(
 
 
 def make_here(module: nn.Module, names: Sequence[str], tied: Iterable[str]) -> None:
-    """On a driver that gets a stage: make the weights of it that are not made yet.
+    """On a driver that gets a stage: make the stage's weights that have no memory or numbers yet.
+
+    Call it after the workers have got theirs: what only their weights are made of is dropped.
 
     Args:
         module: the LightningModule.
         names: names of the weights and buffers of the stage.
-        tied: names of the parameters that stages of several ranks use. From here on they are as if
-            they were made in ``__init__``.
+        tied: names of the parameters that stages of several ranks use. They are made too, and from
+            then on count as made in ``__init__``.
     """
     tensors, tied = tensors_of(module), tuple(tied)
     materialize(tensors[name] for name in (*names, *tied))
@@ -115,7 +122,8 @@ def having_all(module: nn.Module, values: Mapping[str, Tensor] = {}) -> Iterator
 
     Args:
         module: the module.
-        values: the weights that other ranks own, by name in the module.
+        values: the weights that other ranks own, by name in the module; unread ones stay unread
+            until they are used.
     """
     tensors = tensors_of(module)
     with ExitStack() as stack:
@@ -137,21 +145,30 @@ def having_all(module: nn.Module, values: Mapping[str, Tensor] = {}) -> Iterator
 
 
 def without_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of a module without parameters that require no gradient."""
+    """Leave the frozen parameters of a module out of its state dict.
+
+    Args:
+        module: the module.
+        state: its state dict, which stays as it is.
+    """
     parameters = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     return {name: value for name, value in state.items() if name not in frozen}
 
 
 def optimizer_after_run(optimizer: Optimizer, drivers: Group, *, divided: bool) -> dict[str, Any]:
-    """The state dict of an optimizer as on one device, on the driver of replica 0.
+    """Make the state dict of an optimizer as it is on one device. Called after a run, on drivers.
 
-    Where states are divided all drivers call it together, and it is empty on the others.
+    If ``divided``, all drivers call it together.
 
     Args:
-        optimizer: one of the module's.
-        drivers: the group of the drivers.
-        divided: whether replicas divide the states of optimizers (maybe not of this one).
+        optimizer: an optimizer of the module.
+        drivers: the gloo group of the drivers of all replicas.
+        divided: whether replicas divide the states of optimizers (possibly not of this one).
+
+    Returns:
+        The state dict. Of an optimizer whose states are divided it is empty but on the driver of
+        replica 0.
     """
     others = getattr(optimizer.state, "others", None)
     if not divided or others is None:

@@ -40,16 +40,19 @@ ReplicaOfState = dict[str, int]
 
 
 class OtherReplicas:
-    """Divides optimizer states over the replicas, and refuses code that wants those of others here.
+    """Divides the states of an optimizer over the replicas, on the driver of one of them.
+
+    It also refuses code that wants the states of other replicas on this one.
 
     Args:
-        names: names of the parameters, by identity.
+        names: names of the parameters, by ``id``.
         replica: number of this replica.
-        replicas: their number.
+        replicas: the number of replicas.
 
     Attributes:
         replica_of: how states are divided so far.
-        gathering: whether all replicas are bringing their states together.
+        gathering: whether all replicas are bringing their states together, so that a state dict may
+            be made.
         over: whether the run has ended.
     """
 
@@ -62,11 +65,14 @@ class OtherReplicas:
         self.gathering = self.over = False
 
     def divide(self, owner: int, sizes: Mapping[str, int]) -> None:
-        """Give each new parameter to the replica that has the fewest bytes, the largest first.
+        """Choose for each new parameter the replica that has its state; add it to `replica_of`.
+
+        The largest parameters come first, each goes to the replica with the fewest bytes so far.
+        All replicas must call this with the same arguments, in the same order.
 
         Args:
-            owner: ``pp_rank`` of the ranks that own the parameters, each of which has a share.
-            sizes: bytes by name of parameters; those that were divided before stay as they are.
+            owner: ``pp_rank`` of the rank that owns these parameters in each replica.
+            sizes: bytes of parameters, by name; those that were divided before stay where they are.
         """
         loads = self._loads.setdefault(owner, [0] * self._replicas)
         new = [name for name in sizes if name not in self.replica_of]
@@ -92,7 +98,13 @@ class OtherReplicas:
             )
 
     def refuse_alone(self, optimizer: Optimizer) -> None:
-        """Raise HybridError for a state dict, unless all replicas bring their states together."""
+        """Refuse to make a state dict of this replica's states alone.
+
+        Called before a state dict is made.
+
+        Raises:
+            HybridError: the replicas are not bringing their states together (:meth:`gathered`).
+        """
         if not self.gathering:
             raise HybridError(
                 f"{type(optimizer).__name__}.state_dict() would have the states of replica "
@@ -103,7 +115,11 @@ class OtherReplicas:
             )
 
     def refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise HybridError: after a run a step would miss the shares of other replicas."""
+        """Refuse a step after the run, which would miss the states of other replicas.
+
+        Raises:
+            HybridError: always.
+        """
         raise HybridError(
             f"{type(optimizer).__name__}.step() after the fit would step what replica "
             f"{self._replica} has of its states: shard_states=True divides them over the "
@@ -112,7 +128,7 @@ class OtherReplicas:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, a state dict may be made, to which the caller adds other replicas' states."""
+        """Inside, a state dict may be made; the caller adds the states of the other replicas."""
         self.gathering = True
         try:
             yield
@@ -121,12 +137,12 @@ class OtherReplicas:
 
 
 class StateShares:
-    """Has one rank step its share of the parameters, and the ranks exchange the new weights.
+    """Has one rank step its share of the parameters, and exchanges the new weights with the others.
 
     Args:
-        group: the group of the ranks with the same stages.
-        names: names of the parameters that all ranks know, by identity.
-        replica_of: how states are divided, which others may add to.
+        group: the group of the ranks that have the same stages, one of each replica.
+        names: names of the parameters that all ranks know, by ``id``.
+        replica_of: how states are divided; the dictionary may grow.
     """
 
     def __init__(self, group: Group, names: Mapping[int, str], replica_of: ReplicaOfState) -> None:
@@ -139,7 +155,10 @@ class StateShares:
 
     @contextmanager
     def alone(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, an optimizer sees the gradients of this rank's share alone, and steps these."""
+        """Inside, an optimizer sees the gradients of this rank's share alone; make its step there.
+
+        It is followed by :meth:`exchange`.
+        """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._stepped = found = [p for p in parameters if p.grad is not None]
         # (gradients of a parameter that not all ranks know are not averaged: each steps it)
@@ -154,13 +173,19 @@ class StateShares:
                 parameter.grad = gradient
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Drop the states (of a loaded checkpoint) of parameters that other replicas step."""
+        """Drop the states of parameters that other replicas step from an optimizer of this rank.
+
+        (It has them after a checkpoint was loaded.)
+        """
         for parameter in list(optimizer.state):
             if self._where(parameter) not in (None, self.replica):
                 del optimizer.state[parameter]
 
     def exchange(self) -> None:
-        """After a step: give all ranks the new weights of all shares (a collective)."""
+        """After a step in :meth:`alone`: give all ranks of the group the new weights of all shares.
+
+        Collective over the group.
+        """
         stepped, self._stepped = self._stepped, []
         for replica in range(self._replicas):
             theirs = [p for p in stepped if self._where(p) == replica]
@@ -178,7 +203,12 @@ StatesByName = dict[str, dict[str, Any]]
 
 
 def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state as a message: dense tensors as their `TensorSpec`, step counts and the like whole."""
+    """Outline the state of one parameter, to send what it holds without large tensors.
+
+    Returns:
+        The state by key, with a `TensorSpec` for each dense tensor that has dimensions; other
+        tensors (step counts) are on the CPU, and other values as they are.
+    """
     return {
         key: TensorSpec.of(value, gradient=False)
         if isinstance(value, Tensor) and value.dim() and value.layout is torch.strided
@@ -190,14 +220,18 @@ def outlined(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather_states(group: Group, mine: StatesByName, folder: str) -> StatesByName:
-    """On the first rank of a group: the states of all others, mapped from a file; elsewhere empty.
+    """Bring the states of all ranks of a group to its first rank. Collective over the group.
 
-    Collective. A rank takes no memory beside its own states but for one piece of a tensor.
+    A rank needs memory for one piece of a tensor beside its own states: the first rank writes what
+    it gets to files, and maps them.
 
     Args:
         group: a gloo group.
         mine: the states of this rank.
-        folder: for the file, if possible.
+        folder: where the files are made, if possible.
+
+    Returns:
+        On the first rank the states of all other ranks; on the others an empty dictionary.
 
     Raises:
         OSError: there is no room for the file.

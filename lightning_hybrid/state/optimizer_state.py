@@ -26,12 +26,12 @@ class DriverState(defaultdict[Any, Any]):
 
     Args:
         here: the states that this rank has.
-        fetch: gets these, and returns them with those of the other ranks.
-        others: tells which states other replicas have, if any.
+        fetch: called with the states that this rank has; returns those of all ranks of the replica.
+        others: tells which states other replicas have; ``None``: replicas do not divide them.
 
     Attributes:
-        away: whether other ranks have states that were not fetched.
-        others: as given.
+        away: whether other ranks have states that were not fetched yet.
+        others: see above.
     """
 
     def __init__(
@@ -52,7 +52,10 @@ class DriverState(defaultdict[Any, Any]):
         return super().__missing__(key)
 
     def arrive(self) -> None:
-        """Fetch the states that the workers have, if that was not done yet."""
+        """Fetch the states that the workers have, if that was not done yet.
+
+        Inside of :meth:`quietly` nothing is fetched.
+        """
         # the package's own code accesses the states in each step, and must not fetch any
         if self.away and not self._quiet:
             found = self._fetch(self.own())
@@ -117,7 +120,16 @@ for _name in (
 
 
 def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
-    """A state as optimizers keep it: tensors on the parameter's device, step counts as they are."""
+    """Put the state of a parameter where optimizers keep it.
+
+    Args:
+        state: the state, by key.
+        parameter: the parameter.
+
+    Returns:
+        The state with its tensors on the parameter's device. Tensors without dimensions (step
+        counts) and unread ones stay where they are; all do if the parameter is on the meta device.
+    """
     return {
         key: value.to(parameter.device)
         if isinstance(value, Tensor) and value.dim() and not (parameter.is_meta or is_unread(value))
@@ -127,10 +139,14 @@ def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:
 
 
 def were_divided(optimizers: Iterable[Optimizer], *, trains: bool) -> bool:
-    """Whether some of these optimizers are of an earlier run that has divided their states.
+    """Whether some optimizers are of an earlier run that has left each replica a part of states.
+
+    Args:
+        optimizers: what ``configure_optimizers`` has returned.
+        trains: whether this run trains.
 
     Raises:
-        HybridError: some are, and this run trains.
+        HybridError: the run trains, and has such an optimizer.
     """
     states = ((optimizer, getattr(optimizer.state, "others", None)) for optimizer in optimizers)
     divided = [optimizer for optimizer, others in states if others is not None and others.over]

@@ -40,10 +40,10 @@ class _Pickler(pickle.Pickler):
     """Pickles optimizers for another rank: parameters as their names, large tensors apart.
 
     Args:
-        file: to write to.
-        names: names of parameters, by identity.
-        apart: the list that gets tensors that are large or on a device; in the pickle stand their
-            places in the list, and their specs.
+        file: what it writes to.
+        names: names of parameters, by ``id``.
+        apart: a list to which it adds the tensors that are large or on a device. The pickle has
+            their places in the list instead, and their specs.
     """
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str], apart: list[Tensor]) -> None:
@@ -66,9 +66,10 @@ class _Pickler(pickle.Pickler):
 
 
 def _goes_apart(tensor: Tensor) -> bool:
-    """Whether a tensor is dense, large or on a device, and of no class of the user's.
+    """Whether a tensor of a state is sent apart from the pickle: it is large, or on a GPU.
 
-    (What is pickled on a device is read on that same one, which is the other rank's neighbour.)
+    Sparse tensors, and those of the user's classes, are pickled. (A tensor that is pickled on a GPU
+    would be read onto the same GPU, which is not the other rank's.)
     """
     if type(tensor) is not Tensor and not is_unread(tensor):
         return False
@@ -99,14 +100,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 class StepsElsewhere(Optimizer):
-    """On a worker: stands for an optimizer that steps whole, on the driver.
+    """On a worker: stands for an optimizer that steps as a whole, on the driver.
 
-    It has the groups, by which gradients are clipped, unscaled and cleared.
+    It never steps. It has the parameter groups, which tell whose gradients are clipped, unscaled
+    and cleared on this rank.
     """
 
 
 def record_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer that another rank needs, but for the state of parameters.
+    """The attributes of an optimizer that another rank needs, without the states of parameters.
 
     Attributes of subclasses are among them. Hooks are not, nor ``step`` as learning-rate schedulers
     patch it on the instance: they stay on the driver.
@@ -128,13 +130,14 @@ def ship(
     """Write optimizers for another rank: pickled, with the large tensors of their states apart.
 
     Args:
-        optimizers: the driver's.
+        optimizers: the optimizers of the driver.
         parameters: every parameter of the module, by name.
-        owned: the names of those whose state the other rank needs.
-        whole: for each optimizer, whether the driver alone steps it; by default none.
+        owned: the names of the parameters whose states the other rank needs.
+        whole: for each optimizer, whether the driver alone steps it: of such an optimizer the
+            groups alone are written. Empty: there is none.
 
     Returns:
-        The pickle, and the tensors under their numbers.
+        The pickle, and the tensors apart from it, each with its number as its name.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     records: list[tuple[type[Optimizer], dict[str, Any]]] = []
@@ -156,12 +159,12 @@ def ship(
 
 
 def unship(data: bytes, apart: Tensors, parameters: Mapping[str, Parameter]) -> list[Optimizer]:
-    """Make optimizers of what :func:`ship` wrote, with this rank's parameters and on their devices.
+    """Make the optimizers that :func:`ship` wrote on another rank, with this rank's parameters.
 
     Args:
         data: the pickle.
-        apart: the tensors, as they arrive.
-        parameters: this rank's parameters, by name.
+        apart: the tensors apart from it; they are received while this iterates over them.
+        parameters: this rank's parameters, by name. States go to their devices.
     """
     optimizers = []
     for kind, plain in _Unpickler(io.BytesIO(data), parameters, apart).load():
@@ -218,11 +221,13 @@ class NamedGroups:
         self._known: dict[int, tuple[list[Parameter], list[str]]] = {}  # by number of the group
 
     def of(self, group: int, parameters: Sequence[Parameter]) -> list[str]:
-        """The names of the parameters of a group; the same list while they are the same.
+        """The names of the parameters of a group; those that have no name are left out.
+
+        As long as a group has the same parameters, the same list is returned.
 
         Args:
             group: number of the group.
-            parameters: those that it has now.
+            parameters: the parameters that the group has now.
         """
         before, names = self._known.get(group, ((), []))
         if not _are(before, parameters):
@@ -232,12 +237,17 @@ class NamedGroups:
 
 
 def _are(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    """Whether these objects are those, one by one."""
+    """Whether two sequences hold the very same objects, in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 
 def groups_of(optimizer: Optimizer, named: NamedGroups) -> list[Hyperparameters]:
-    """Copies of an optimizer's groups as they are now, with parameters by name."""
+    """Copy the groups of an optimizer as they are now, with names in the place of parameters.
+
+    Args:
+        optimizer: the optimizer.
+        named: names its parameters.
+    """
     return [
         {
             key: named.of(number, value)
@@ -256,7 +266,15 @@ def take_groups(
     groups: Sequence[Hyperparameters],
     parameters: Mapping[str, Parameter],
 ) -> None:
-    """Give a worker's optimizer the groups of the driver's, new groups included."""
+    """Set the groups of a worker's optimizer to those of the driver's optimizer.
+
+    Groups that the worker's lacks are added, and groups that it has beside them are removed.
+
+    Args:
+        optimizer: the worker's optimizer.
+        groups: the groups of the driver's, from :func:`groups_of`.
+        parameters: the worker's parameters, by name.
+    """
     del optimizer.param_groups[len(groups) :]
     for index, theirs in enumerate(groups):
         mine = {**theirs, "params": [parameters[name] for name in theirs["params"]]}
@@ -272,13 +290,13 @@ def complete(
     names: Mapping[int, str],
     remote: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """The ``state_dict`` as on one device: this rank's, with the states of other ranks added.
+    """Complete the state dict of an optimizer by the states of other ranks, as on one device.
 
     Args:
         optimizer: the optimizer.
-        state_dict: this rank's, which is added to.
-        names: names of parameters, by identity.
-        remote: states on other ranks, by name of the parameter.
+        state_dict: its state dict on this rank, which is changed and returned.
+        names: names of parameters, by ``id``.
+        remote: the states on other ranks, by name of the parameter.
     """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]

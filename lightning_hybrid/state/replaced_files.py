@@ -19,7 +19,11 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 
 def exchange_files(one: Path, other: Path) -> bool:
-    """Exchange two files or folders. Returns whether this system and file system can do it."""
+    """Exchange the paths of two files or folders in one step.
+
+    Returns:
+        Whether it was done; False: the system or the file system cannot do it.
+    """
     try:
         # `os` has no call that exchanges two names
         rename = ctypes.CDLL(None, use_errno=True).renameat2
@@ -30,7 +34,16 @@ def exchange_files(one: Path, other: Path) -> bool:
 
 
 def new_file(target: Path) -> Path:
-    """The path where what replaces ``target`` is written: nothing is there, and its folder is."""
+    """Prepare to write a file or folder that is to replace ``target``; see :func:`becoming`.
+
+    The folder around it is made, and what an earlier attempt has left is removed.
+
+    Returns:
+        The path to write to, in the folder of ``target``; nothing is there.
+
+    Raises:
+        IsADirectoryError: ``target`` is a folder, and no sharded checkpoint.
+    """
     if target.is_dir() and not is_sharded(target):
         raise IsADirectoryError(
             errno.EISDIR, "a checkpoint cannot take the place of a folder", str(target)
@@ -42,7 +55,7 @@ def new_file(target: Path) -> Path:
 
 
 def new_folder(target: Path) -> Path:
-    """A folder that is to become ``target``; see :func:`becoming`."""
+    """Make an empty folder that is to replace ``target``, as :func:`new_file`; return its path."""
     folder = new_file(target)
     folder.mkdir()
     return folder
@@ -50,9 +63,14 @@ def new_folder(target: Path) -> Path:
 
 @contextmanager
 def becoming(new: Path, target: Path) -> Iterator[Path]:
-    """Inside, a file or folder is filled. Then it replaces ``target``; after an error it goes.
+    """Inside, a new file or folder is written. At the end it replaces ``target``.
 
-    A kill leaves it, under a name that begins with a dot, and the next attempt removes it.
+    After an error it is removed. A kill leaves it, under a name that begins with a dot, and the
+    next attempt removes it.
+
+    Args:
+        new: path of the new one, from :func:`new_file` or :func:`new_folder`.
+        target: the path that it gets.
     """
     try:
         yield new
@@ -64,7 +82,11 @@ def becoming(new: Path, target: Path) -> Iterator[Path]:
 
 
 def remove_checkpoint(target: Path) -> None:
-    """Remove a file, or the folder of a sharded checkpoint."""
+    """Remove a checkpoint: a file, or the folder of a sharded one.
+
+    A kill leaves all or nothing under its name. Other folders stay; it is no error if nothing is
+    there.
+    """
     if is_sharded(target):  # renamed first: a kill must not leave a part under its name
         gone = _beside(target, "gone")
         remove(gone)
@@ -80,7 +102,7 @@ def _beside(target: Path, what: str) -> Path:
 
 
 def _put_in_place(new: Path, target: Path) -> None:
-    """Move a file or folder to ``target``, and remove what was there."""
+    """Move a file or folder to ``target``, and remove what was there; return when it is on disk."""
     before = _beside(target, "before")
     if not (target.is_dir() or (new.is_dir() and target.exists())):
         new.replace(target)
@@ -99,7 +121,7 @@ def _put_in_place(new: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one."""
+    """Remove a file, or a folder with all that is in it, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

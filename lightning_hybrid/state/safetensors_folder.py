@@ -22,17 +22,16 @@ _BESIDE = (".json", ".txt", ".model", ".jinja", ".py")
 def write_safetensors(
     weights: Mapping[str, Any], folder: Path, shard_bytes: float, like: Path | None = None
 ) -> None:
-    """Write a folder of safetensors files, in the memory of one of them.
+    """Write weights to a new folder of safetensors files, with memory for one file at a time.
 
-    (And of its largest tensor twice, while that is read from a sharded checkpoint.)
-
-    Of weights that share memory (tied ones) the first is written, as by `save_pretrained`.
+    (While a tensor is read from a sharded checkpoint, it needs memory once more.) Of weights that
+    share memory (tied ones) the first is written, as by `save_pretrained`.
 
     Args:
-        weights: by name; unread ones are read for the file that they are written to.
-        folder: what does not exist yet, and is there when all is written.
-        shard_bytes: the largest size of a file; one tensor alone may be larger.
-        like: a folder of such a network, whose config and tokenizer are copied.
+        weights: the weights by name; unread ones are read when their file is written.
+        folder: the folder; it gets its name when all is written.
+        shard_bytes: the largest size of a file; a file of a single tensor is possibly larger.
+        like: a folder of the same kind of network, from which config and tokenizer are copied.
 
     Raises:
         PlanError: safetensors is not installed.
@@ -68,7 +67,11 @@ def write_safetensors(
 
 
 def _first_names(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights, each under the first of its names."""
+    """The weights without those that are the same memory as one before, under another name.
+
+    Raises:
+        HybridError: something among the weights is no tensor.
+    """
     found: dict[object, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):

@@ -62,10 +62,11 @@ class Owned:
     """A tensor that another rank has.
 
     Attributes:
-        rank: its number in the mesh, replica by replica.
-        name: dotted name of the parameter or buffer.
-        optimizer: number of the optimizer whose state it is; ``None``: it is the weight itself.
-        state: its key in the state of the parameter.
+        rank: number of that rank in the mesh, replica by replica.
+        name: dotted name of the parameter or buffer in the LightningModule.
+        optimizer: number of the optimizer, if it is of a parameter's state; ``None``: it is the
+            parameter or buffer itself.
+        state: its key in the state of the parameter (``exp_avg``).
     """
 
     rank: int
@@ -81,7 +82,7 @@ class DividedCheckpoint:
     Attributes:
         here: tensors that this rank writes.
         elsewhere: tensors that other ranks write, by the ranks' numbers in the mesh.
-        rest: what `meta.pt` holds.
+        rest: what `meta.pt` gets: everything but these tensors, and an outline of these.
     """
 
     here: dict[Key, Tensor]
@@ -90,7 +91,12 @@ class DividedCheckpoint:
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> "DividedCheckpoint":
-        """Divide an ordinary checkpoint of Lightning's."""
+        """Divide an ordinary checkpoint of Lightning's.
+
+        Args:
+            checkpoint: the checkpoint, with unread tensors from :func:`unread_there` for what
+                other ranks have. It stays as it is.
+        """
         here, elsewhere = dict[Key, Tensor](), dict[int, dict[Key, Owned]]()
         rest, outlined = dict(checkpoint), dict[str, Any]()
         known: dict[Any, Tensor] = {}  # a tensor that occurs twice (a tied weight) is written once
@@ -123,7 +129,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def shared_memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """What only tensors have in common that are the same numbers in the same memory."""
+    """A key that is equal for tensors that show the same memory in the same way.
+
+    That is: with the same storage, offset, shape, strides and type.
+    """
     with as_they_are():
         place = storage_key(tensor.untyped_storage()), tensor.storage_offset()
         return *place, tensor.shape, tensor.stride(), tensor.dtype
@@ -136,12 +145,12 @@ def _outline(tensor: Tensor) -> Tensor:
 
 
 def unread_there(spec: TensorSpec, owned: Owned | None, read: Callable[[], Tensor]) -> Tensor:
-    """A tensor without memory, whose values are fetched when they are needed.
+    """Make an unread tensor, whose values are fetched when they are used.
 
     Args:
         spec: shape, type and strides of the tensor.
-        owned: where it is, for :class:`DividedCheckpoint`; ``None``: this rank writes it.
-        read: returns it, on any device.
+        owned: which rank writes it to a sharded checkpoint; ``None``: this rank.
+        read: fetches the tensor, to any device.
     """
     form = dataclasses.replace(spec, on_cpu=False).empty(torch.device("meta"))
 
@@ -163,11 +172,11 @@ def _key(part: str, steps: Sequence[Any]) -> Key:
 
 @dataclass(frozen=True)
 class Shard:
-    """The record of what a rank has written, for the metadata.
+    """The record of what a rank has written to a checkpoint, for the metadata.
 
     Attributes:
-        plan: its tensors, as torch's planner lists them.
-        written: where each is.
+        plan: the tensors that it has written, as torch's planner lists them.
+        written: in which file, and where in it, each tensor is.
     """
 
     plan: SavePlan
@@ -181,6 +190,9 @@ def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) ->
         folder: the folder of the checkpoint, which all ranks write to.
         rank: number of the rank in the mesh, which is in the file's name.
         tensors: the rank's tensors, by key.
+
+    Returns:
+        The record of what was written, for :func:`finish`.
 
     Raises:
         OSError: the folder is not on this host, or there is no room in it.
@@ -209,9 +221,9 @@ def write_shard(folder: str | Path, rank: int, tensors: Mapping[Key, Tensor]) ->
 
 @contextmanager
 def named_disk_errors(path: str | Path) -> Iterator[None]:
-    """Inside, errors of `torch.save` become an OSError with reason and path, if a write failed.
+    """Inside, errors of `torch.save` become an OSError with reason and ``path``, if a write failed.
 
-    (Torch's own may say only how many bytes it has written.)
+    (Torch's own error possibly says only how many bytes it has written.)
     """
     try:
         yield
@@ -237,18 +249,20 @@ def _to_write(tensor: Tensor) -> Tensor:
 
 
 def staged(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Copies of tensors on the CPU, which are written while training goes on."""
+    """Copy tensors to the CPU, so that they can be written while training goes on."""
     # (tensors on the CPU are copied too: the next step changes the weights in place)
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
 
 
 def leave_shard(folder: str, rank: int, shard: Shard | OSError) -> None:
-    """On a worker: leave in the folder, for the driver, what was written in the background.
+    """On a worker: leave a record of what it has written in the background, for the driver.
+
+    It is a file in the folder, for which the driver waits by :func:`await_shard`.
 
     Args:
         folder: the folder of the checkpoint.
         rank: number of the worker in the mesh.
-        shard: the record of it, or the error that it failed with.
+        shard: the record, or the error with which the write has failed.
     """
     beside = Path(folder, f"{rank}.part")
     beside.write_bytes(pickle.dumps(shard))
@@ -262,7 +276,10 @@ def await_shard(folder: Path, rank: int, given_up: Event) -> Shard:
     Args:
         folder: the folder of the checkpoint.
         rank: number of the worker in the mesh.
-        given_up: is set when the run has failed, and the worker may be gone.
+        given_up: is set when the run has failed, and the worker is possibly gone.
+
+    Returns:
+        The record.
 
     Raises:
         OSError: the worker could not write its part.
@@ -285,7 +302,12 @@ def _left(folder: str | Path, rank: int) -> Path:
 
 
 def write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
-    """Write `meta.pt`: what is in no rank's file; see :class:`DividedCheckpoint`."""
+    """Write `meta.pt` to a checkpoint's folder.
+
+    Args:
+        folder: the folder of the checkpoint.
+        rest: what is in no rank's file: ``rest`` of a :class:`DividedCheckpoint`.
+    """
     with (folder / META).open("wb") as file, named_disk_errors(folder):
         torch.save(rest, file)
 
@@ -294,8 +316,8 @@ def finish(folder: Path, shards: Sequence[Shard]) -> None:
     """Write the metadata, which joins the parts of all ranks, and flush all files to the disk.
 
     Args:
-        folder: the folder that they have written to.
-        shards: the record of each rank.
+        folder: the folder of the checkpoint, to which all ranks have written their parts.
+        shards: the record of each rank, in the order of their numbers in the mesh.
     """
     _, metadata = DefaultSavePlanner().create_global_plan([shard.plan for shard in shards])
     FileSystemWriter(folder).finish(metadata, [shard.written for shard in shards])
@@ -307,10 +329,10 @@ def finish(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def save_alone(checkpoint: Mapping[str, Any], folder: Path) -> None:
-    """Write all of a checkpoint from this rank.
+    """Write a whole sharded checkpoint from this rank alone.
 
     Args:
-        checkpoint: the ordinary checkpoint.
+        checkpoint: an ordinary checkpoint, whose tensors this rank has or can read.
         folder: an empty folder.
     """
     divided = DividedCheckpoint.of(checkpoint)
@@ -365,7 +387,7 @@ def read_sharded(folder: str | Path, weights_only: bool | None = None) -> dict[s
 
 
 class _Folder:
-    """The tensors in a folder.
+    """Reads tensors of the sharded checkpoint in a folder; ``in`` tells whether a key is there.
 
     Args:
         folder: the folder.
@@ -380,7 +402,12 @@ class _Folder:
         return key in self._metadata.state_dict_metadata
 
     def reader(self, key: str, outline: Tensor) -> Callable[[], Tensor]:
-        """A function for :func:`unread` that reads a tensor of this form, as bytes."""
+        """Make a function that reads a tensor and returns it as bytes, for :func:`unread`.
+
+        Args:
+            key: the dotted key of the tensor.
+            outline: a tensor that has its size, strides and type.
+        """
         size = outline.shape
         stride = outline.stride()
         dtype = outline.dtype

@@ -1,4 +1,4 @@
-"""Saves sharded checkpoints in order, by jobs that may run beside training."""
+"""Saves and removes sharded checkpoints in order, at once or in the background of training."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +20,11 @@ class Background:
         self._error: BaseException | None = None
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run a job in a thread when all earlier ones are over; if one has failed, skip it."""
+        """Run a job in a thread when all earlier jobs are over; return at once.
+
+        If an earlier job has failed, and :meth:`wait` has not raised its error yet, the job is
+        skipped.
+        """
         before = self._last
 
         def run() -> None:
@@ -47,7 +51,8 @@ class Background:
         """Wait until all jobs are done.
 
         Args:
-            timeout_s: the longest time to wait; ``None``: no limit.
+            timeout_s: the longest time to wait in seconds, after which it returns while jobs go on;
+                ``None``: no limit.
 
         Raises:
             BaseException: the error of the first job that has failed since the last call.
@@ -88,7 +93,7 @@ class ShardedSaves:
 
         Args:
             write: writes the checkpoint to a folder.
-            target: the path that this folder gets.
+            target: the path that this folder gets when it is complete.
         """
         with becoming(new_folder(target), target) as folder:
             write(folder)
@@ -97,12 +102,12 @@ class ShardedSaves:
         """Begin to save, and return when tensors are copied: they are written in the background.
 
         Args:
-            stager: the session.
-            checkpoint: what to save.
-            target: the folder of the checkpoint.
+            stager: the session, which copies the tensors on all ranks.
+            checkpoint: the ordinary checkpoint that is saved.
+            target: the path that the folder of the checkpoint gets when it is complete.
 
         Raises:
-            OSError: the save before has failed.
+            OSError: the save before this one has failed.
         """
         self.finish(stager)  # so that there are copies of one checkpoint at most
         # an event for each save: that of one which was given up must not end this one
@@ -121,7 +126,10 @@ class ShardedSaves:
         self._background.submit(become)
 
     def remove(self, target: Path) -> None:
-        """Remove a checkpoint, unless a save that is under way fails."""
+        """Remove a checkpoint: now, or after the saves that are under way.
+
+        If one of these fails, it is not removed.
+        """
         if self._background.busy:
             # after these saves: until they are done this may be the only complete checkpoint
             self._background.submit(partial(remove_checkpoint, target))
@@ -129,7 +137,10 @@ class ShardedSaves:
             remove_checkpoint(target)
 
     def finish(self, stager: Stager) -> None:
-        """Wait until all saves are done.
+        """Wait until all saves are done, on all ranks of the replica.
+
+        Args:
+            stager: the session.
 
         Raises:
             OSError: a save has failed.
@@ -139,7 +150,7 @@ class ShardedSaves:
         self._background.wait()
 
     def give_up(self) -> None:
-        """After an error of the run: wait for saves under way at most `LAST_S`, then drop them."""
+        """After an error of the run: wait at most `LAST_S` seconds for saves, then give them up."""
         with suppress(Exception):  # the first error is what counts
             self._background.wait(LAST_S)
         self._given_up.set()

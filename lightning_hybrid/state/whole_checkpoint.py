@@ -1,4 +1,4 @@
-"""Writes and reads a checkpoint that is one file, tensor by tensor."""
+"""Writes a checkpoint to one file, tensor by tensor, and reads checkpoints of any form."""
 
 import os
 from pathlib import Path
@@ -23,11 +23,11 @@ def save_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Write a checkpoint to a file, which replaces another one when it is complete.
 
     Args:
-        checkpoint: what to save; tensors of other ranks are fetched one by one.
-        path: of the file.
+        checkpoint: what to save; unread tensors (of other ranks) are fetched one by one.
+        path: path of the file.
 
     Raises:
-        OSError: it cannot be written; what was there before is there still.
+        OSError: the file cannot be written; what was there before is there still.
     """
     target = Path(path)
     with (
@@ -48,12 +48,17 @@ def load_checkpoint(
     map_location: Any = lambda storage, _: storage,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint of this host; tensors are read only when they are needed.
+    """Load a checkpoint from a file of this host; tensors are read only when they are needed.
+
+    A file is mapped; where the address space has too little room for that, tensors are unread ones.
 
     Args:
         path: the file, or the folder of a sharded checkpoint.
-        map_location: as in `torch.load`.
-        weights_only: likewise.
+        map_location: as in `torch.load`; used for files that are mapped or of an old format.
+        weights_only: as in `torch.load`.
+
+    Returns:
+        The checkpoint as a dictionary.
     """
     if Path(path).is_dir():
         return read_sharded(path, weights_only)
@@ -73,17 +78,17 @@ def load_checkpoint(
 
 
 class _LettingGo:
-    """A file to write to, which lets go of the mapped memory that data comes from once written.
+    """A file to write to. Mapped memory from which data were written is given back at once.
 
     Args:
-        file: the file.
+        file: the file to which it passes everything on.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def write(self, data: memoryview) -> int:
-        """Write a part of the file, such as a whole tensor."""
+        """Write data (a whole tensor, for example); return how many bytes were written."""
         written = 0
         for begin in range(0, len(data), PIECE_BYTES):
             piece = data[begin : begin + PIECE_BYTES]

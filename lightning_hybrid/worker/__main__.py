@@ -1,4 +1,4 @@
-"""``python -m lightning_hybrid.worker RANK``: a server, which rank 0 starts and gives orders."""
+"""``python -m lightning_hybrid.worker RANK``: a server. Rank 0 starts it and gives it orders."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A server: a process that computes earlier stages of networks, by the orders of rank 0."""
+"""A server: a process that is a worker in runs of the script, by the orders of rank 0."""
 
 import os
 import signal
@@ -38,15 +38,15 @@ from lightning_hybrid.worker.worker import serve
 
 
 class Server:
-    """Carries out orders: joins runs, and serves in them.
+    """Carries out orders of rank 0: joins runs, and serves in them as a worker.
 
     A run that fails is over for the server too; the drivers may begin another one.
 
     Args:
-        rank: number of this process.
-        local_rank: its number on its host.
-        meeting: where the ranks meet.
-        world: the run in which this process finds that it is to serve; ``None``: there is none.
+        rank: global rank of this process.
+        local_rank: number of this process on its host.
+        meeting: where the ranks meet: the address of their store.
+        world: the run that this process has joined already, by the script; ``None``: it is in none.
     """
 
     def __init__(
@@ -59,7 +59,14 @@ class Server:
         self._place = f"rank {rank} (worker)" if world is None else str(world.coordinates)
 
     def run(self, given: Iterable[Order]) -> int:
-        """Carry out orders, as long as there are some. Returns the exit code of this process."""
+        """Carry out orders until one says to end, or there are no more.
+
+        Args:
+            given: the orders; it waits for the next one.
+
+        Returns:
+            The exit code of this process.
+        """
         # Ctrl-C reaches all processes of a terminal: the drivers alone decide what follows
         with suppress(ValueError):  # the script has called the Trainer in another thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -78,7 +85,11 @@ class Server:
         return 0
 
     def _fail(self, error: Exception) -> None:
-        """The run has failed, here or elsewhere: tell the other ranks, and leave it."""
+        """Leave a run that has failed, here or on another rank, and tell the other ranks of it.
+
+        Args:
+            error: the error by which this rank has noticed it.
+        """
         world, self._world = self._world, NoWorld()
         first = world.fail(error, self._place)
         if isinstance(world, World) and world.has_coordinates:
@@ -87,7 +98,11 @@ class Server:
         world.leave()
 
     def _join(self, order: JoinOrder) -> None:
-        """Meet the other ranks of a run, and join their mesh, if this rank has a place in it."""
+        """Meet the other ranks of a run, and make this rank's part of their mesh.
+
+        Collective over all ranks of the run. If the run has too few ranks for this one, this rank
+        is in no run from then on.
+        """
         size = order.coordinates.replicas * order.coordinates.ranks_per_replica
         self._world = NoWorld()
         if self._rank >= size:
@@ -120,7 +135,10 @@ class Server:
         world.serve()  # (from here on drivers tell of failures elsewhere)
 
     def _serve(self, world: World, order: ServeOrder | RestOrder) -> None:
-        """Serve the driver until its run is over."""
+        """Obey the driver until its run is over; for a `RestOrder` (no model was set up) just end.
+
+        Either way this rank leaves the run.
+        """
         if isinstance(order, ServeOrder):
             torch.set_default_dtype(order.dtype)
             torch.set_num_threads(order.threads)
@@ -135,15 +153,15 @@ class Server:
 
 
 def serve_here(server: Server, given: Iterable[Order], module: nn.Module | None) -> NoReturn:
-    """Let this process, which a launcher has started, be a server from here on, up to its end.
+    """Let this process, which a launcher has started on the script, be a server up to its end.
 
-    No code of the script that has come here runs any more: neither what follows, nor ``finally``
-    and functions for the exit.
+    It never returns: no code of the script that has called it runs any more, not even ``finally``
+    and exit functions.
 
     Args:
         server: carries out orders.
         given: the orders.
-        module: what the script has made, whose numbers nobody needs any more.
+        module: the module that the script has made; its memory is freed. ``None``: there is none.
     """
     code = 1
     try:
@@ -160,7 +178,14 @@ def serve_here(server: Server, given: Iterable[Order], module: nn.Module | None)
 
 
 def main(rank: int) -> int:
-    """Serve in a process that rank 0 has started on its host. Returns the exit code."""
+    """Run a server in a process that rank 0 has started for it on its own host.
+
+    Args:
+        rank: global rank of this process.
+
+    Returns:
+        The exit code of the process.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     meeting = Meeting(address, port, hosts=1, serve=False)
     try:

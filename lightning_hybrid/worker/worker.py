@@ -52,16 +52,18 @@ class Worker:
     """Carries out the commands of the driver during one run.
 
     Args:
-        module: has the names of the LightningModule. Its ``requires_grad`` flags and weights follow
-            the driver's for the stages that this rank owns.
+        module: a module that has the names and shapes of the LightningModule. In the stages that
+            this rank owns, its ``requires_grad`` flags and weights follow the driver's.
         mesh: the process groups and channels of this rank.
         options: how the stages compute.
-        watch: adds up the time in which this rank computes, which the driver may ask for.
+        watch: adds up the time in which this rank computes, which the driver may ask for; ``None``:
+            it is not measured.
         shards: whether states of optimizers are divided over the replicas.
         before: the worker of this rank in the same run until now, which had other stages.
 
     Attributes:
-        others_follow: whether the driver has ended these stages, and others follow in the run.
+        others_follow: whether :meth:`serve` has ended since the networks get other stages, for
+            which another `Worker` is needed in the same run.
     """
 
     def __init__(
@@ -104,11 +106,13 @@ class Worker:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers, with the states of the parameters that this rank owns."""
+        """This rank's copies of the user's optimizers, with the states of its own parameters."""
         return self._optimizers.all
 
     def serve(self) -> None:
-        """Carry out the driver's commands until the run ends, or other stages follow.
+        """Carry out the driver's commands until the run ends, or until other stages follow.
+
+        At the end the heartbeat, files and hooks of this worker are closed, also after an error.
 
         Raises:
             Exception: the error of the driver, if that has failed (caused by a RemoteError); or an
@@ -148,7 +152,10 @@ class Worker:
                 return
 
     def _carry_out(self, command: Command) -> Answer:
-        """Carry out a command, and make the answer to it, which has the first failure if any.
+        """Carry out a command, and make the answer to it.
+
+        An error of the command is kept, not raised: this answer and all later ones have the first
+        error, until the driver sends a command to forget it.
 
         Raises:
             Exception: this rank has failed in a command that ranks carry out together.
@@ -173,11 +180,11 @@ class Worker:
         return answer or Answer() if self._failure is None else Answer(self._failure)
 
     def _fail(self, error: Exception) -> None:
-        """Keep an error for the next answer, unless there was one before."""
+        """Keep an error for the answers from now on, unless an earlier one is kept already."""
         self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
     def _give_failure(self, _: Command) -> None:
-        """Do nothing: the answer says whether this rank has failed before."""
+        """Answer whether this rank has failed before, which every answer tells: do nothing."""
 
     _end = _give_failure
 
@@ -217,7 +224,10 @@ class Worker:
         self._networks.append(StagedNetwork(order.network, order.name, network, engine))
 
     def _forward(self, command: protocol.Forward) -> None:
-        """Run the forward pass of a call; an error in it is raised on the driver, at the end."""
+        """Run the forward of a call through this rank's stages.
+
+        An error in it travels with the pass, and is raised on the driver at the end of the pass.
+        """
         network = self._networks[command.network]
         if command.new_key is not None and command.key not in network.keys:
             network.add_key(command.new_key, command.key)
@@ -248,7 +258,12 @@ class Worker:
         self._failure = network.engine.failure
 
     def _set_trainable(self, network: StagedNetwork, flags: tuple[bool, ...]) -> None:
-        """Set ``requires_grad`` of a network's parameters, if the flags were others before."""
+        """Set ``requires_grad`` of a network's parameters; skipped if they were just set so.
+
+        Args:
+            network: the network.
+            flags: one flag for each parameter, in the order of the driver's command.
+        """
         if self._trainable != (network.number, flags):
             network.set_trainable(flags)
             self._trainable = (network.number, flags)
@@ -312,9 +327,10 @@ def serve(
     *,
     shards: bool = False,
 ) -> None:
-    """Obey a driver until its run is over, whatever cuts its networks get meanwhile.
+    """Obey a driver until its run is over.
 
-    The arguments are those of :class:`Worker`.
+    If the driver cuts its networks at other places meanwhile, another `Worker` follows. For the
+    arguments see :class:`Worker`.
     """
     worker = Worker(module, mesh, options, watch, shards=shards)
     worker.serve()
@@ -324,7 +340,13 @@ def serve(
 
 
 def _handlers(*parts: object) -> dict[type[Command], CommandHandler]:
-    """By type of command, the method of one of these objects that has its name."""
+    """Find the method that carries out each type of command.
+
+    Its name is that of the type in lower case: ``_take_weights`` for ``TakeWeights``.
+
+    Args:
+        parts: the objects that have these methods.
+    """
     found: dict[type[Command], CommandHandler] = {}
     for kind in protocol.MESSAGES:
         if issubclass(kind, Command):

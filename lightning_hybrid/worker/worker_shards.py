@@ -31,9 +31,9 @@ class WorkerShards:
     """Writes what a worker owns to a sharded checkpoint, at once or in the background.
 
     Args:
-        module: the LightningModule of this rank.
-        optimizers: the optimizers of this rank.
-        rank: number of this rank in the mesh.
+        module: the module of this rank, with the names of the LightningModule.
+        optimizers: the copies of the user's optimizers on this rank.
+        rank: number of this rank in the mesh, replica by replica.
     """
 
     def __init__(self, module: nn.Module, optimizers: WorkerOptimizers, rank: int) -> None:
@@ -68,7 +68,14 @@ class WorkerShards:
         return Answer(tensors=[("", found)])
 
     def _save_shard(self, command: SaveShard) -> Answer:
-        """Write the tensors that the command names; if ``staged``, copies of them, later."""
+        """Write the tensors that a command names to this rank's file of a sharded checkpoint.
+
+        If ``command.staged``, copies are made now and written in the background; a file in the
+        folder then tells the driver what was written.
+
+        Returns:
+            An answer; if not staged, with the record of what was written, or an OSError.
+        """
         tensors = self._find(command.part)
         if not command.staged:
             return Answer(value=self._write(command.folder, tensors))
