@@ -64,8 +64,6 @@ def test_allocations_need_neither_torch_nor_lightning() -> None:
 @pytest.mark.parametrize(
     ("imports", "made_by"),
     [
-        ("import lightning_hybrid; from lightning.pytorch import Trainer", "Trainer"),
-        ("import lightning_hybrid; from lightning.fabric import Fabric as Trainer", "Fabric"),
         ("import lightning_hybrid; from pytorch_lightning import Trainer", "Trainer"),
         ("import lightning_hybrid; from lightning_fabric import Fabric as Trainer", "Fabric"),
         ("from lightning_hybrid.run import Run; from lightning import Trainer", "Trainer"),

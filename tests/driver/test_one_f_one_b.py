@@ -17,6 +17,8 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.stage.backward_pass import BackwardPass
 from lightning_hybrid.stage.forward_pass import ForwardPass
 
+slow = pytest.mark.conformance
+
 
 class Dropping(nn.Module):
     """Dropout behind an activation."""
@@ -267,18 +269,23 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 CASES = [
     *(("plain", use) for use in USES),
-    *(("tied", use) for use in USES),
-    *(("dropout", use) for use in (once, two_calls, logits_read, logits_with_gradient)),
+    *(pytest.param("tied", use, marks=() if use is two_calls else slow) for use in USES),
+    *(("dropout", use) for use in (once, logits_read)),
+    *(pytest.param("dropout", use, marks=slow) for use in (two_calls, logits_with_gradient)),
     *(("frozen", once), ("checkpointed", once)),
 ]
+
+
+REST = [("dropout", changing_sizes), ("checkpointed", once)]
 
 
 @pytest.mark.parametrize("options", [{"rounds": 2}, {"split": [1]}], ids=["loop", "split"])
 @pytest.mark.parametrize(
     ("kind", "use"),
     [
-        *(("tied", two_calls), ("tied", logits_with_gradient), ("tied", kept_graph)),
-        *(("plain", frozen_later), ("dropout", changing_sizes), ("checkpointed", once)),
+        *(("tied", two_calls), ("plain", frozen_later)),
+        *(pytest.param("tied", use, marks=slow) for use in (logits_with_gradient, kept_graph)),
+        *(pytest.param(*case, marks=slow) for case in REST),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
@@ -311,7 +318,14 @@ def logits_read_first(replica: Cut) -> None:
     replica.backward(out["loss"])
 
 
-@pytest.mark.parametrize("use", [once, two_calls, kept_graph, logits_read_first, frozen_later])
+@pytest.mark.parametrize(
+    "use",
+    [
+        once,
+        frozen_later,
+        *(pytest.param(use, marks=slow) for use in (two_calls, kept_graph, logits_read_first)),
+    ],
+)
 @pytest.mark.parametrize(("one", "other"), [(0, 2), (1, 4), (2, 3)])
 def test_the_gradient_of_a_weight_of_two_stages_is_one_sum(
     pair: Callable[..., Pair], use: Use, one: int, other: int
