@@ -149,7 +149,7 @@ class World:
             children: the lost ranks, counted from this process on.
 
         Returns:
-            The ranks, counted likewise, that the run goes on without; ``None``: it ends.
+            The global ranks of the replicas that the run goes on without; ``None``: it ends.
         """
         lost = [self.everyone.coordinates.rank + number for number in children]
         survivors = self.mesh.survivors if self._joined is not None else None
