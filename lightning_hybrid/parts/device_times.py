@@ -28,7 +28,7 @@ class StepWatcher(Part):
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget what was measured so far; called when a run begins and when stages are cut anew."""
+        """Forget what was measured; called when a run begins, and when stages are cut anew."""
 
     def busy_s(self) -> Sequence[float]:
         """Return the seconds that each device of this replica has computed since the run began.

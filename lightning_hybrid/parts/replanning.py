@@ -87,7 +87,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """How many times slower than planned ``device`` is, beside the device nearest to its plan."""
+        """How many times slower than planned ``device`` is, if the one nearest to its plan is 1."""
         return self.times[self.device] / min(self.times)
 
     def speeds(self, plan: Plan) -> list[float]:
