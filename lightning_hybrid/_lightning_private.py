@@ -1,7 +1,7 @@
 """The private names of Lightning that this package uses, each with its reason, all in this file.
 
-The protected ones that subclasses of its strategies and launchers use are listed with their reasons
-in ``tests/test_architecture.py``, which finds any others.
+Not here are protected methods and attributes that our subclasses of Lightning's strategies and
+launchers use. They are listed with their reasons in ``tests/test_architecture.py``.
 """
 
 from collections.abc import Iterable, Sequence

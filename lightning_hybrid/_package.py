@@ -1,8 +1,8 @@
-"""Which package of Lightning this process uses.
+"""Choose which package of Lightning this process uses.
 
 Lightning exists twice: as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``.
-Both have the same names for different classes: a Trainer of one takes no strategy, callback or
-LightningModule of the other. So one is chosen, once.
+Both have the same names for different classes: a Trainer of one package takes no strategy, callback
+or LightningModule of the other. So each process chooses one of them, once.
 """
 
 import os

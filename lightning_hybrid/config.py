@@ -230,7 +230,7 @@ class Config:
 
     @property
     def capacity(self) -> tuple[float, ...] | None:
-        """Relative speeds of the devices, one per rank; ``None``: measured."""
+        """Relative speeds of the devices by global rank, from the user; ``None``: measured."""
         speeds = self.search.capacity
         return None if isinstance(speeds, str) else tuple(speeds)
 

@@ -15,7 +15,7 @@
 
 
 class HybridError(RuntimeError):
-    """Base of all errors of this package."""
+    """Base class of all errors that this package raises by itself."""
 
 
 class NetworkError(HybridError):

@@ -96,7 +96,7 @@ def _answer(study: Study, best: Mapping[int, Shape], wanted: float) -> str:
 
 
 def _device_counts(most: int) -> list[int]:
-    """Numbers of devices for a table: all up to 8, then powers of two, and `most`."""
+    """Return the numbers of devices to show: all up to 8, then powers of two, and ``most``."""
     counts = list(range(1, min(most, 8) + 1))
     while counts[-1] * 2 <= most and counts[-1] >= 8:
         counts.append(counts[-1] * 2)

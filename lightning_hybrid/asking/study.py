@@ -79,7 +79,7 @@ class Study:
         return min(shape.step_s for shape in self.shapes(1))
 
     def speed_up(self, shape: Shape) -> float:
-        """Speed-up of a shape over one device, in samples per second (`speedup`, Eq. 14)."""
+        """Samples per second of a shape, divided by those of the first device alone (Eq. 14)."""
         return speedup(self.one_device_s / self.batch, 1 / shape.samples_per_s)
 
 

@@ -26,7 +26,7 @@ _LATER = (
 
 
 class Children:
-    """The ranks that this process has started, shared by all its Trainers."""
+    """The ranks that this process has started, as attributes of the class, for all its Trainers."""
 
     processes: Sequence["subprocess.Popen[bytes]"] = ()
     # hears of ranks that have ended with an error, counted from this one; gives those that the run
@@ -100,7 +100,10 @@ def keep_ranks(children: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def have_met() -> None:
-    """End the shell of :func:`keep_ranks`: all ranks have met, and notice each other's end."""
+    """End the shell that :func:`keep_ranks` has started, if there is one.
+
+    Called when all ranks have met: from then on they notice by themselves when one ends.
+    """
     keeper, _Keeper.process = _Keeper.process, None
     if keeper is not None:
         keeper.communicate(b"met\n")

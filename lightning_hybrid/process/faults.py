@@ -201,7 +201,7 @@ class FaultWatchdog:
         self._thread = BackgroundThread(self._run, "hybrid-watch")
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def serve(self) -> None:
@@ -326,9 +326,10 @@ def _sign(rank: int) -> str:
 
 
 def _answers(store: Store) -> bool:
-    """Whether the host of a store accepts connections.
+    """Whether the host of a store accepts connections; ``True`` for stores that need none.
 
-    Tried by a plain socket: a client of the store would try for minutes, and print warnings.
+    It is tried with a plain socket: a client of the store would try for minutes, and print
+    warnings.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -352,11 +353,14 @@ def say_at_next_meeting(group: Group) -> None:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether ``error``, ours or one of gloo's or NCCL's, only says that a peer is lost."""
+    """Whether an error only says that another rank is lost, and so is not the cause of a failure.
+
+    It may be a `ConnectionLost`, or an error of gloo or NCCL.
+    """
     return isinstance(error, ConnectionLost) or is_gone(error) or is_late(error)
 
 
 def is_unnamed_loss(error: BaseException) -> bool:
-    """Whether ``error`` says that a peer is lost, but not which one."""
+    """Whether an error says that another rank is lost, but not which one."""
     named = isinstance(error, ConnectionLost) and error.peer is not None
     return is_loss(error) and not named

@@ -341,7 +341,7 @@ def join(
 
 
 def _leave_mesh() -> None:
-    """Close the mesh of the last run and the default group, if there are any."""
+    """Close the mesh of the last run, and torch's default process group, if there are any."""
     if _Process.joined is not None:
         _Process.joined.mesh.shutdown()
         if dist.is_initialized():
@@ -351,7 +351,10 @@ def _leave_mesh() -> None:
 
 
 def _end() -> None:
-    """Close all groups at the end of the process, without which NCCL prints warnings."""
+    """Close the mesh and all groups; called at the exit of the process.
+
+    Otherwise NCCL would print warnings.
+    """
     _leave_mesh()
     everyone, _Process.everyone = _Process.everyone, None
     if everyone is not None and _Process.failed:  # others may never come to what this rank began

@@ -108,10 +108,10 @@ class RestOrder:
 
 @dataclass(frozen=True)
 class EndOrder:
-    """An order to end: the script of rank 0 is over.
+    """An order to end the process of the server, since the script of rank 0 is over.
 
     Attributes:
-        code: exit code of the server.
+        code: exit code with which the server ends.
     """
 
     code: int

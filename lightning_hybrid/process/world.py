@@ -117,7 +117,11 @@ class World:
 
     @property
     def mesh(self) -> Mesh:
-        """The process groups of this rank."""
+        """The mesh that this rank has joined: its process groups and links.
+
+        Raises:
+            HybridError: it has joined none yet.
+        """
         return self.joined.mesh
 
     @property
@@ -336,10 +340,10 @@ class NoWorld:
     has_coordinates = False
 
     def barrier(self, name: str = "") -> None:
-        """Return at once."""
+        """Do nothing, since there are no groups."""
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Return the value of this rank."""
+        """Return the value of this rank, since there are no groups."""
         return value
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:
@@ -352,5 +356,5 @@ class NoWorld:
         return first_fault(None, error, rank)
 
     def leave(self) -> None:
-        """Give up the mesh of an earlier Trainer, if there is one."""
+        """Give up the mesh that an earlier Trainer of this process has left, if there is one."""
         forget()

@@ -1,4 +1,4 @@
-"""Who has the weights of the LightningModule while it is built, restored and saved.
+"""How the weights of the LightningModule are made, loaded and saved before and after runs.
 
 A network that is made in ``__init__`` is whole on every driver before a run. One that is made in
 ``configure_model`` is whole on no rank: the driver notes down how weights are made or loaded, and
@@ -195,10 +195,10 @@ class BetweenRuns:
             self._ranks.mesh.say_goodbye(failure)
 
     def abort(self) -> None:
-        """Do nothing: :meth:`fail` has told the others."""
+        """Do nothing: :meth:`fail` has told the other ranks already."""
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: between runs there is nothing to close."""
 
 
 def move_module(module: nn.Module, device: torch.device, *, all_of_it: bool) -> None:

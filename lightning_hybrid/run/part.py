@@ -111,7 +111,7 @@ class Part:
         """Act when gradients have been averaged over the replicas after a backward."""
 
     def fence(self) -> None:
-        """Wait until no replica is ahead of another one."""
+        """Wait until no replica is ahead of another one, before they do something together."""
 
     def pause(self) -> None:
         """Pause what the part does between training batches, since a validation begins."""
@@ -126,4 +126,4 @@ class Part:
         """Act at the end of the training, when signals have been handled."""
 
     def close(self) -> None:
-        """Leave the Trainer and its optimizers as they were."""
+        """Undo, at the end of the run, what the part has changed in the Trainer and optimizers."""

@@ -40,7 +40,7 @@ counters, are copied."""
 
 
 class CannotRehearse(HybridError):
-    """Raised if a training step cannot be run before the run; the message says why."""
+    """Raised if a training step cannot be rehearsed on a copy of the module; the text says why."""
 
 
 @contextmanager

@@ -263,7 +263,7 @@ def progress_beside(trainer: Trainer) -> StartProgress:
 
 
 def scalers_of(precision: Precision) -> list[GradScaler]:
-    """The gradient scaler of a precision plugin, in a list, which is empty if there is none."""
+    """Return a list with the gradient scaler of a precision plugin; empty: it has none."""
     plugin: object = precision  # Fabric's is no subclass of the Trainer's
     if isinstance(plugin, MixedPrecision | FabricMixedPrecision) and plugin.scaler is not None:
         return [plugin.scaler]

@@ -57,34 +57,40 @@ T = TypeVar("T")
 
 
 class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
-    """For Fabric: trains replicas of a chain of stages, which are placed by predicted time.
+    """Strategy for Fabric that trains replicas of a chain of stages, placed by predicted time.
 
     The function that is given to ``fabric.launch`` stays as it is. One rank of each replica runs
-    it, its driver.
+    it, its driver; the others compute stages. The options mean what they mean for
+    :class:`HybridGabraStrategy`, which says more of them.
 
     Args:
-        data_parallel_size: see :class:`HybridGabraStrategy`, like all up to ``seed``. If both sizes
-            are ``"auto"``, all devices form one chain.
-        pipeline_parallel_size: see there.
-        num_microbatches: see there.
-        schedule: ``"gpipe"``, ``"looped"``, ``"zero_bubble"``, ``"1f1b"`` or ``"auto"``; see there.
-        network: see there; names are those of the model that is given to ``fabric.setup``.
-        plan: see there.
-        search: see there.
-        recompute: see there.
-        compile_stages: see there.
-        verify: see there.
-        rng: see there.
-        seed: see there.
-        parallel_devices: as in Fabric's ``DDPStrategy``, like the following arguments.
-        cluster_environment: see there.
-        checkpoint_io: see there.
-        process_group_backend: see there.
-        timeout: of tensors between ranks.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        data_parallel_size: number of replicas. ``"auto"``: devices / stages. If both sizes are
+            ``"auto"``, all devices form one chain.
+        pipeline_parallel_size: number of devices of a replica, or the numbers of copies of its
+            stages. ``"auto"``: devices / replicas.
+        num_microbatches: into how many slices a replica's batch is split.
+        schedule: how the devices share their time: ``"gpipe"``, ``"looped"``, ``"zero_bubble"``,
+            ``"1f1b"`` or ``"auto"``. Schedules that begin with later batches early are refused.
+        network: dotted name(s) of the module(s) to cut, in the model that is given to
+            ``fabric.setup``. ``None``: found.
+        plan: a :class:`Plan`, a path to one, or cut points. ``None``: searched.
+        search: how a plan is searched where none is given.
+        recompute: whether stages keep no activations, and run their forward again for the backward.
+        compile_stages: whether each stage is run through ``torch.compile``.
+        verify: which calls of a network are compared with what its own Python gives.
+        rng: whose random numbers a network draws.
+        seed: seed of the genetic algorithm.
+        parallel_devices: as in Fabric's ``DDPStrategy``.
+        cluster_environment: as in Fabric's ``DDPStrategy``.
+        checkpoint_io: as in Fabric's ``DDPStrategy``.
+        process_group_backend: backend of tensors between ranks: ``"gloo"`` on CPUs, ``"nccl"`` on
+            CUDA. ``None``: the one for the device.
+        timeout: time-out of tensors between ranks.
+        start_method: how the other processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
 
     Raises:
-        PlanError: the sizes contradict each other, the plan or the number of devices.
+        PlanError: options contradict each other, or need a Trainer.
     """
 
     _no_run = (
@@ -455,7 +461,14 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             driving.evaluation_starts(between=False)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass as every strategy does, and average gradients over the replicas."""
+        """Run a backward pass through all stages, then average gradients over the replicas.
+
+        Args:
+            tensor: the loss.
+            module: the model, or ``None``.
+            args: passed on to Lightning's precision plugin.
+            kwargs: likewise.
+        """
         driving, precision = self._driving, self.precision
         driving.require_network()
         precision.pre_backward(tensor, module)
@@ -464,7 +477,10 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._batch_is_over = True
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step an optimizer as every strategy does."""
+        """Step an optimizer on all ranks, and return what its step returns.
+
+        A backward through what was computed before the step is refused from then on.
+        """
         output = super().optimizer_step(optimizer, **kwargs)
         if isinstance(self._session, DriverSession):
             # weights have changed, so that autograd refuses what was computed with them before

@@ -59,7 +59,7 @@ class ReplicaRanks:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands in the mesh of replicas and stages."""
+        """The coordinates of this rank in the mesh of replicas and stages."""
         return self._ranks.coordinates
 
     @property
@@ -98,7 +98,7 @@ class ReplicaRanks:
 
     @property
     def num_processes(self) -> int:
-        """Number of replicas whose drivers are on this host."""
+        """Number of processes on this host as Lightning is told: its drivers; 0: not known yet."""
         self._ranks.is_told("strategy.num_processes")
         return len(self._ranks.replica_world.drivers) if self._ranks.devices else 0
 

@@ -95,7 +95,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         data_parallel_size: number of replicas. ``"auto"``: devices / stages. If both sizes are
             ``"auto"``, they are chosen by predicted time when a fit is set up, from one batch on a
             copy of the module (:mod:`lightning_hybrid.planning.fastest_sizes`). Where nothing can
-            be known then, all devices form one chain, and a line says why.
+            be known then, all devices form one chain of stages, and a line says why.
         pipeline_parallel_size: number of devices of a replica, which is that of its stages unless
             ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas. A
             network that cannot be cut is refused if a number is given; with ``"auto"`` it runs on
@@ -107,11 +107,11 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             are given, enough to fill the pipeline twice, at least two samples each.
         schedule: how the devices share their time. A name stands for an exact schedule: ``"gpipe"``
             (fill and drain), ``"looped"`` (several stages per device), ``"zero_bubble"`` (gradients
-            of weights after those of inputs, where that pays), ``"1f1b"`` (one forward, one
+            of weights after those of inputs, where this is faster), ``"1f1b"`` (one forward, one
             backward: a stage keeps no more micro-batches than there are stages, where the network
             returns its loss) or ``"1f1b_stream"``, whose micro-batches are the batches of
-            ``accumulate_grad_batches``. ``"auto"`` is ``"gpipe"``; or the one of the next two that
-            suits ``search.contiguous``, if its step is predicted to be clearly shorter; or
+            ``accumulate_grad_batches``. ``"auto"`` is ``"gpipe"``; or ``"zero_bubble"`` (without
+            ``search.contiguous`` ``"looped"``), if its step is predicted to be clearly shorter; or
             ``"1f1b"`` where memory is short. :class:`Delayed` computes with weights that are some
             steps old.
         network: dotted name(s) of the module(s) to cut. ``None``: found.
@@ -122,8 +122,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             or :class:`Asynchronous`.
         recompute: stages keep their inputs and no activations, and run their forward again for the
             backward: less memory for one forward more, with the same numbers. ``"auto"``: where
-            the network fits in no other way, as far as the memory of the devices is known. Where
-            sizes are chosen and one stage is the fastest that fits, there is none to do it.
+            the network fits in no other way, as far as the memory of the devices is known. (If
+            sizes are left open and one stage is chosen, nothing is recomputed.)
         compile_stages: run each stage through ``torch.compile``. The first steps take longer
             (a minute or so per stage on a CPU); the module, its hooks and its checkpoints stay
             what they are.
@@ -140,15 +140,16 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             speed-up (Eq. 14) and the plan, and `hybrid_runs.csv` a line for `lightning-hybrid
             fit-model`; :mod:`lightning_hybrid.parts.performance_log` defines them.
         seed: of the genetic algorithm.
-        accelerator: as in ``DDPStrategy``, like the following arguments.
-        parallel_devices: see there.
-        cluster_environment: see there.
-        checkpoint_io: see there.
-        precision_plugin: see there.
+        accelerator: as in ``DDPStrategy``.
+        parallel_devices: as in ``DDPStrategy``.
+        cluster_environment: as in ``DDPStrategy``.
+        checkpoint_io: as in ``DDPStrategy``.
+        precision_plugin: as in ``DDPStrategy``.
         process_group_backend: for tensors between ranks: ``"gloo"`` on CPUs, ``"nccl"`` on CUDA, or
             ``"cpu:gloo,cuda:nccl"``. By default the one for the device.
-        timeout: of tensors between ranks.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        timeout: time-out of tensors between ranks.
+        start_method: how the other processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
 
     Raises:
         PlanError: the sizes contradict each other, the plan or the number of devices.
