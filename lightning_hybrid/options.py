@@ -106,7 +106,7 @@ class Search(_Record):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Equal(_Record):
-    """``replicas=Equal()``, the default: each replica takes as many samples, as under ``ddp``.
+    """``replicas=Equal()``, the default: all replicas take equally many samples, as under ``ddp``.
 
     Args:
         shard_states: whether the replicas of a stage divide its optimizer states, as

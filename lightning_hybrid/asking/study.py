@@ -75,7 +75,10 @@ class Study:
 
     @cached_property
     def one_device_s(self) -> float:
-        """Predicted seconds of a step on the first device alone, even if it has no room for it."""
+        """Predicted seconds of a step on the first device alone.
+
+        The network may need more memory than this device has.
+        """
         return min(shape.step_s for shape in self.shapes(1))
 
     def speed_up(self, shape: Shape) -> float:

@@ -242,9 +242,9 @@ class Replanning(StepWatcher):
 
 
 def _slowest(windows: Sequence[BusyWindow]) -> BusyWindow:
-    """Merge the windows of all replicas: for each ``pp_rank`` the time of the slowest device.
+    """Merge windows of all replicas: for each ``pp_rank`` the time of the slowest replica's device.
 
-    All replicas wait for this device.
+    All replicas wait for the slowest device of a stage.
     """
     busy_s = [max(column) for column in zip(*(window.busy_s for window in windows))]
     return BusyWindow(busy_s, max(window.wall_s for window in windows))
