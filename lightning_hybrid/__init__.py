@@ -40,7 +40,10 @@ register_everywhere()
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: a room of this package that needs no torch is imported without."""
+    """Import a public name from its subpackage when it is first used.
+
+    Until then torch is not imported: some subpackages, such as ``allocation``, work without it.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

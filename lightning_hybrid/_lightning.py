@@ -1,7 +1,7 @@
-"""Every public name of Lightning in this package, from the package that the user has imported.
+"""The public names of Lightning that this package uses; no other module of it imports Lightning.
 
-:mod:`lightning_hybrid._package` says which one that is. Private names are in
-:mod:`lightning_hybrid._lightning_private`.
+They come from ``lightning`` or ``pytorch_lightning``, as :mod:`lightning_hybrid._package` decides.
+Private names are in :mod:`lightning_hybrid._lightning_private`.
 """
 
 from importlib import import_module
@@ -20,7 +20,7 @@ OTHER_PACKAGE = (
     f"lightning_hybrid, and `{CHOSEN}` after both or not at all; or set the environment "
     f"variable {VARIABLE}={OTHER}."
 )
-"""Text of the error for a Trainer of the package that is not used."""
+"""Text of the error for a Trainer of the package of Lightning that this process does not use."""
 
 if TYPE_CHECKING:  # the types of both packages are the same
     from lightning import fabric as fabric

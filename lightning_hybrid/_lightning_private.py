@@ -1,7 +1,7 @@
 """The private names of Lightning that this package uses, each with its reason, all in this file.
 
-The protected ones that subclasses of its strategies and launchers use are listed with their reasons
-in ``tests/test_architecture.py``, which finds any others.
+Not here are protected methods and attributes that our subclasses of Lightning's strategies and
+launchers use. They are listed with their reasons in ``tests/test_architecture.py``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,10 +52,11 @@ TunerExit = pytorch.utilities.exceptions._TunerExitException
 
 
 def let_fabric_clear_gradients() -> None:
-    """Have an optimizer of Fabric clear gradients as the optimizer that it wraps does.
+    """Patch Fabric's optimizer wrapper: its ``zero_grad`` calls that of the wrapped optimizer.
 
-    It inherits ``zero_grad`` from the class of that optimizer, and not the one of the instance. So
-    it would read each gradient, which would be fetched from its owner into new memory.
+    By itself the wrapper inherits ``zero_grad`` from the optimizer's class and passes over one that
+    was set on the instance. It would read each gradient, and so have it fetched from the rank that
+    owns it. The patch holds for all optimizers of Fabric in this process.
     """
 
     def zero_grad(self: Any, *arguments: Any, **keywords: Any) -> None:
@@ -68,7 +69,14 @@ _ASKED: set[type[Any]] = set()
 
 
 def script_command(local_rank: int) -> tuple[Sequence[str], str | None]:
-    """The command that runs this script again, and in which folder, as Lightning starts it."""
+    """Return the command by which Lightning would start this script again, and its folder.
+
+    Args:
+        local_rank: number of the new process on its host.
+
+    Returns:
+        The words of the command, and the folder to start it in; ``None``: the current one.
+    """
     hydra = _script._HYDRA_AVAILABLE and import_module("hydra.core.hydra_config").HydraConfig
     if hydra and hydra.initialized():
         command: tuple[Sequence[str], str] = _script._hydra_subprocess_cmd(local_rank)
@@ -77,16 +85,20 @@ def script_command(local_rank: int) -> tuple[Sequence[str], str | None]:
 
 
 def set_rank_of_messages(rank: int) -> None:
-    """Rank 0 prints what `rank_zero_info` and its like are given, as in `DDPStrategy`."""
+    """Set the rank by which `rank_zero_info` and its like decide whether to print here.
+
+    Args:
+        rank: rank of this process as Lightning counts it; the process with rank 0 prints.
+    """
     vars(pytorch.utilities.rank_zero.rank_zero_only)["rank"] = rank
 
 
 def rebuilt_loader(loader: Any, batches: Iterable[list[Any]]) -> Any:
-    """A ``DataLoader`` like another one, whose batches are made of other samples.
+    """Make a ``DataLoader`` with the options of another one, but with another batch sampler.
 
     Args:
-        loader: the other one.
-        batches: a batch sampler.
+        loader: the loader whose class, data set and options the new one gets.
+        batches: the batch sampler of the new loader: it yields lists of indices of samples.
     """
     arguments, keywords = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
     # of one made in a hook these are what the user gave, maybe a batch size by its place
@@ -104,19 +116,24 @@ LOADING = "train_dataloader()"
 
 
 def training_source(trainer: Trainer) -> Any:
-    """Where batches to train on come from: a module or data module with a hook, or loaders.
+    """Return what the Trainer takes training batches from, without calling anything.
 
-    Rank 0 looks at one batch before it is known how the data is divided; what the Trainer itself
-    asks for then is divided, and kept for the run.
+    That is the LightningModule or data module that has ``train_dataloader``, or the loaders that
+    ``trainer.fit`` was given. It is for a look at one batch before the number of replicas is known:
+    loaders that the Trainer makes are divided among the replicas, and kept for the run.
     """
     return trainer.fit_loop._data_source.instance
 
 
 def begin_batches_alone(trainer: Trainer, alone: bool) -> None:
-    """Whether each rank begins its batches without a word to the others.
+    """Switch off, or on again, the broadcast for which all ranks wait before each training batch.
 
-    Before each batch Lightning broadcasts from rank 0 whether it was told to end, for which all
-    would wait. After a batch each rank looks at what it was told itself, in any case.
+    By this broadcast Lightning has rank 0 tell the others whether it has received SIGTERM. Without
+    it each rank still looks after a batch whether it has received the signal itself.
+
+    Args:
+        trainer: the Trainer whose training loop is changed.
+        alone: ``True``: ranks begin batches without the broadcast; ``False``: as Lightning does.
     """
     loop = vars(trainer.fit_loop.epoch_loop)
     loop.pop("_broadcast_sigterm_tensor", None)
@@ -125,17 +142,23 @@ def begin_batches_alone(trainer: Trainer, alone: bool) -> None:
 
 
 def tell_to_end(trainer: Trainer) -> None:
-    """Have the Trainer end after this batch, as SIGTERM does."""
+    """Have the Trainer end after the current batch, as if this process had received SIGTERM."""
     trainer._signal_connector.received_sigterm = True
 
 
 def load_evaluation_data_anew(trainer: Trainer) -> None:
-    """Have the next validation make its loaders again, since fewer replicas share the data."""
+    """Drop the Trainer's validation loaders, so that the next validation makes new ones.
+
+    For use when a replica is lost: fewer replicas then divide the data.
+    """
     trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
 
 
 def end_run(trainer: Trainer) -> None:
-    """What the Trainer does when it meets a :class:`TunerExit`, which our launcher meets first."""
+    """Tear the Trainer down and mark its run as finished, as Lightning does for a `TunerExit`.
+
+    Our launcher catches that exception before the Trainer would.
+    """
     _call_teardown_hook(trainer)
     trainer._teardown()
     trainer.state.status = TrainerStatus.FINISHED
@@ -143,11 +166,14 @@ def end_run(trainer: Trainer) -> None:
 
 
 def ask_strategy_whether_distributed(kind: type[Any]) -> None:
-    """Have strategies of this kind say themselves whether their data is divided over replicas.
+    """Patch Lightning so that it asks strategies of a class for their ``is_distributed``.
 
-    Lightning takes every subclass of its ``DDPStrategy`` for distributed and has no way to ask.
-    With one replica it would replace the user's sampler by one that shuffles, and refuse to look
-    for a batch size. Its own strategies are not touched, and nothing is done a second time.
+    By itself Lightning takes every instance of its ``DDPStrategy`` for distributed. With one
+    replica it would then replace the user's sampler by one that shuffles, and refuse to look for a
+    batch size. Other strategies are treated as before. A second call for a class does nothing.
+
+    Args:
+        kind: class of the strategies, with a property ``is_distributed``.
     """
     if kind in _ASKED:
         return
@@ -163,5 +189,8 @@ def ask_strategy_whether_distributed(kind: type[Any]) -> None:
 
 
 def set_module_device(module: LightningModule, root_device: device) -> None:
-    """``LightningModule.device`` is the driver's, though only a part of it has moved there."""
+    """Set what ``module.device`` returns, and move nothing.
+
+    For a module of which only a part has moved to that device.
+    """
     module._device = root_device

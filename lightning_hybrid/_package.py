@@ -1,8 +1,8 @@
-"""Which package of Lightning this process uses.
+"""Choose which package of Lightning this process uses.
 
 Lightning exists twice: as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``.
-Both have the same names for different classes: a Trainer of one takes no strategy, callback or
-LightningModule of the other. So one is chosen, once.
+Both have the same names for different classes: a Trainer of one package takes no strategy, callback
+or LightningModule of the other. So each process chooses one of them, once.
 """
 
 import os
@@ -18,26 +18,28 @@ from lightning_hybrid.errors import HybridError
 Package = Literal["lightning", "pytorch_lightning"]
 
 VARIABLE = "LIGHTNING_HYBRID_PACKAGE"
-"""The environment variable that says which package, where imports do not or say the wrong one."""
+"""Environment variable with the name of the package of Lightning to use, whatever is imported."""
 
 MODULES: dict[Package, tuple[str, str]] = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
 }
-"""Of each package the modules with the Trainer and with Fabric."""
+"""For each package the name of its module with the Trainer, and of its module with Fabric."""
 
 
 def choose(wanted: str | None, imported: Container[str], *, lightning_installed: bool) -> Package:
-    """Which package this process uses.
+    """Return which package of Lightning to use, from what is asked for, imported and installed.
 
     Args:
-        wanted: the value of the environment variable, if it is set; it decides.
-        imported: names of the modules that are imported. One package among them is the one; of
-            both, ``lightning`` is.
-        lightning_installed: whether ``lightning`` can be imported, should neither be yet.
+        wanted: the value of the environment variable :data:`VARIABLE`, which decides; ``None`` or
+            empty: it is not set, and imports decide.
+        imported: names of the modules that this process has imported. If one package is among
+            them, that is used; if both are, ``lightning``.
+        lightning_installed: whether ``lightning`` is installed. If neither package is imported, it
+            is used where it is installed, and ``pytorch_lightning`` elsewhere.
 
     Raises:
-        HybridError: ``wanted`` is neither of the two.
+        HybridError: ``wanted`` names neither package.
     """
     if wanted:
         if wanted not in MODULES:
@@ -54,16 +56,20 @@ def choose(wanted: str | None, imported: Container[str], *, lightning_installed:
 
 @cache
 def chosen() -> Package:
-    """The package of this process: what is imported at the first call of this function."""
+    """Return the package of Lightning that this process uses; see :func:`choose`.
+
+    The first call decides, by what is imported then; later calls return the same.
+    """
     installed = find_spec("lightning") is not None
     return choose(os.environ.get(VARIABLE), sys.modules, lightning_installed=installed)
 
 
 @contextmanager
 def chosen_in_children() -> Iterator[None]:
-    """Processes started inside choose the same package, whatever they import first.
+    """Inside, set the environment variable so that started processes use the same package.
 
-    Unpickling imports this package, maybe before any Lightning.
+    They might choose the other one: unpickling imports `lightning_hybrid`, possibly before any
+    package of Lightning.
     """
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = chosen()

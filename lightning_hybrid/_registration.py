@@ -26,16 +26,16 @@ NAMES = {
     "hybrid_gabra_fork": "fork",
     "hybrid_gabra_notebook": "fork",
 }
-"""Registered names, and how each starts its processes."""
+"""Names of strategies that are registered, and the start method that each stands for."""
 
 
 class _Registry(NamedTuple):
-    """Where names of strategies are registered.
+    """One of Lightning's registries of strategies, and what this package registers there.
 
     Attributes:
-        package: of Lightning.
-        name: of the registry in the module ``strategies``.
-        strategy: name of the class of this package that belongs there.
+        package: the package of Lightning that has the registry.
+        name: name of the registry in the submodule ``strategies``.
+        strategy: name of the class in `lightning_hybrid.strategy` that is registered.
     """
 
     package: Package
@@ -54,7 +54,10 @@ _REGISTRIES = {
 
 
 def register_everywhere() -> None:
-    """Register with what is imported of Lightning now, and with what will be."""
+    """Register our strategies with Lightning: with what is imported now, and what is later.
+
+    Puts a finder on ``sys.meta_path``, which notices later imports of Lightning.
+    """
     sys.meta_path.insert(0, _Registering())
     for module in _REGISTRIES:
         if module in sys.modules:
@@ -62,11 +65,13 @@ def register_everywhere() -> None:
 
 
 def register(module: str) -> None:
-    """Register the names with a part of Lightning.
+    """Register the names of our strategies in the registry of a module of Lightning.
+
+    In a package of Lightning that this process does not use, the names raise an error with advice.
+    (Unregistered, they would only be called unknown by its Trainer.)
 
     Args:
-        module: dotted name of the part. In the package that is not used the names are refused with
-            advice; without them its Trainer would only say that it does not know the names.
+        module: dotted name of the module, a key of `_REGISTRIES`.
     """
     package, name, strategy = _REGISTRIES[module]
     registry = getattr(import_module(f"{module}.strategies"), name)
@@ -90,7 +95,10 @@ def _refuse(**_: Any) -> None:
 
 
 class _Registering(MetaPathFinder):
-    """Finds nothing by itself; registers with parts of Lightning once others have loaded them."""
+    """An import finder that registers our strategies when a module of Lightning is imported.
+
+    It has the other finders find the module, and wraps the loader that they return (`_load`).
+    """
 
     def __init__(self) -> None:
         self._asks_others = False
@@ -112,7 +120,16 @@ class _Registering(MetaPathFinder):
 
 
 def _load(name: str, loader: Any, load: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Load a part of Lightning by its own loader, and register with it."""
+    """Execute a module of Lightning, as its loader would, then register our strategies with it.
+
+    Stands in for the loader's ``exec_module`` once, and gives the loader its own back.
+
+    Args:
+        name: dotted name of the module, a key of `_REGISTRIES`.
+        loader: the loader of the module.
+        load: the loader's own ``exec_module``.
+        module: the module to execute.
+    """
     del loader.exec_module
     load(module)
     register(name)

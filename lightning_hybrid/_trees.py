@@ -14,16 +14,25 @@ PathStep = tuple[str, Any]
 
 
 class Token:
-    """Base of what stands in a structure in the place of something else; never a container."""
+    """Base class of placeholders, such as one for a tensor.
+
+    `children` and `rebuild` treat them as leaves, even where the subclass is a dataclass.
+    """
 
 
 def is_dataclass_value(value: Any) -> bool:
-    """Whether ``value`` is an instance of a dataclass."""
+    """Whether ``value`` is an instance of a dataclass; ``False`` for a class and for a `Token`."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Token)
 
 
 def children(value: Any) -> Iterator[tuple[PathStep, Any]] | None:
-    """The parts of a container with the steps to them; None for what is no container."""
+    """Iterate over the direct parts of a container, each with the step that leads to it.
+
+    Containers are instances of dataclasses, mappings, lists and tuples.
+
+    Returns:
+        Pairs of step and part; ``None`` if ``value`` is no container.
+    """
     # dataclasses first: some output classes are dictionaries as well
     if is_dataclass_value(value):
         return ((("attr", f.name), getattr(value, f.name)) for f in dataclasses.fields(value))
@@ -37,7 +46,12 @@ def children(value: Any) -> Iterator[tuple[PathStep, Any]] | None:
 def tensors_in(
     value: Any, path: tuple[PathStep, ...] = ()
 ) -> Iterator[tuple[tuple[PathStep, ...], Tensor]]:
-    """Every tensor inside ``value`` with the steps that lead to it, in order."""
+    """Yield every tensor inside nested containers, in order, with the steps that lead to it.
+
+    Args:
+        value: a container, a tensor, or anything else, in which there are no tensors.
+        path: steps that have led to ``value``; all paths that are yielded begin with them.
+    """
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -46,7 +60,14 @@ def tensors_in(
 
 
 def rebuild(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A copy of the containers in ``value`` with ``leaf(part)`` in the place of each other part."""
+    """Copy nested containers, with each part that is no container replaced by ``leaf(part)``.
+
+    The copies have the types of the containers, but a ``torch.Size`` becomes a tuple.
+
+    Args:
+        value: a container, or a part, for which ``leaf(value)`` is returned.
+        leaf: called with each part that is no container, in order.
+    """
     if is_dataclass_value(value):
         changed = {f.name: rebuild(getattr(value, f.name), leaf) for f in dataclasses.fields(value)}
         initial = {f.name for f in dataclasses.fields(value) if f.init}

@@ -1,4 +1,4 @@
-"""`lightning-hybrid`, or `python -m lightning_hybrid`: what is asked before a run, or after it."""
+"""The command line `lightning-hybrid`, or `python -m lightning_hybrid`, and its commands."""
 
 import argparse
 import sys
@@ -21,7 +21,14 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0, or 2 where something given is wrong."""
+    """Run the command that the arguments name.
+
+    Args:
+        arguments: the words behind `lightning-hybrid`; ``None``: those of this process.
+
+    Returns:
+        The exit status: 0, or 2 if the command was refused; the reason is printed.
+    """
     parser = argparse.ArgumentParser(
         prog="lightning-hybrid",
         description="Plans of pipeline and data parallelism, before anything runs.",

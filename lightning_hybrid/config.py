@@ -102,25 +102,30 @@ PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
         LEAVE_ONE,
     ),
 }
-"""What does not go together with what, each by a name of :meth:`Config._said`; why; what to do."""
+"""Options that contradict others, by their names in :meth:`Config._said`.
+
+Each stands before the options that it contradicts, the reason (the rest of a sentence that begins
+with it), and advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The arguments of :class:`HybridGabraStrategy` that are not Lightning's; it documents them.
+    """The arguments of :class:`HybridGabraStrategy` that are not Lightning's, checked.
 
-    They are checked against each other as far as that can be done without devices. Beside them
-    stands what follows from them, where ``None`` is what was left to us (``"auto"``).
+    The strategy documents the arguments. They are checked against each other as far as that can be
+    done without knowing the devices. The properties follow from the arguments; where one is
+    ``None``, the user has left the choice to this package (``"auto"``).
 
     Attributes:
         data_parallel_size: number of replicas.
-        pipeline_parallel_size: number of devices of a replica, or of each stage of its copies.
+        pipeline_parallel_size: number of devices of a replica; a tuple: for each of its stages the
+            number of copies, each on a device of its own.
         num_microbatches: into how many slices a batch is split.
         schedule: the order of forwards and backwards.
         network: dotted names of the modules to cut.
-        plan: the user's; ``None``: one is made. Where it says what an argument says too, such as
-            ``recompute``, both are made to say the same.
-        cuts: the user's cut points, which are given as a plan; ``None``: there are none.
+        plan: the user's plan; ``None``: one is made. If ``recompute`` is given too, the plan gets
+            its value.
+        cuts: the user's cut points, given as the argument ``plan``; ``None``: there are none.
         search: how cuts are searched.
         replicas: how replicas share batches, states and updates.
         recompute: whether stages keep no activations, and run their forward again.
@@ -129,8 +134,9 @@ class Config:
         verify: which calls of a network are compared with what its own Python gives.
         rng: whose random numbers networks draw.
         log_performance: whether the loggers get step times and the plan.
-        seed: of the search.
-        sizes: that we have chosen, as none were given.
+        seed: seed of the search.
+        sizes: numbers of replicas, stages and micro-batches that this package has chosen, where the
+            user has given none; ``None``: none were chosen.
 
     Raises:
         PlanError: the arguments contradict each other or the plan.
@@ -169,7 +175,7 @@ class Config:
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """Of each stage of a replica; empty: each device has a stage of its own, or several."""
+        """Number of copies of each stage of a replica; empty: no stage has more than one."""
         copies: tuple[int, ...] = ()
         if not isinstance(self.pipeline_parallel_size, int | str):
             copies = tuple(self.pipeline_parallel_size)
@@ -179,7 +185,7 @@ class Config:
 
     @property
     def replica_count(self) -> int | None:
-        """Number of replicas; ``None``: devices / stages."""
+        """Number of replicas, as given or chosen; ``None``: left open, devices / stages."""
         given = self.sizes or self.plan
         if given is not None:
             return given.replicas
@@ -187,7 +193,7 @@ class Config:
 
     @property
     def stages(self) -> int | None:
-        """Number of devices of a replica; ``None``: devices / replicas."""
+        """Devices of a replica, as given or chosen; ``None``: left open, devices / replicas."""
         if self.sizes is not None:
             return self.sizes.stages
         # each replica steps whenever it likes, so nothing of it may be on another rank
@@ -206,7 +212,7 @@ class Config:
 
     @property
     def microbatches(self) -> int | None:
-        """Into how many slices a batch is split; ``None``: by the size of the batch."""
+        """Into how many slices a batch is split; ``None``: chosen by the size of the batch."""
         if self.num_microbatches != "auto":
             return self.num_microbatches
         if self._scheduled in STREAMED:
@@ -217,31 +223,31 @@ class Config:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Dotted names of the modules to cut; ``None``: they are found."""
+        """Dotted names of the modules to cut; ``None``: they are found by their first calls."""
         if self.network is None:
             return None
         return (self.network,) if isinstance(self.network, str) else tuple(self.network)
 
     @property
     def capacity(self) -> tuple[float, ...] | None:
-        """Relative speeds of the devices, one per rank; ``None``: measured."""
+        """Relative speeds of the devices by global rank, from the user; ``None``: measured."""
         speeds = self.search.capacity
         return None if isinstance(speeds, str) else tuple(speeds)
 
     @property
     def by_speed(self) -> bool:
-        """Whether replicas take parts of each global batch by their speed."""
+        """Whether replicas take parts of a batch by speed: `BySpeed`, or a plan with shares."""
         dealt = self.plan is not None and bool(self.plan.shares)
         return dealt or isinstance(self.replicas, BySpeed)
 
     @property
     def staleness(self) -> int | None:
-        """How many updates old weights may be; ``None``: replicas wait for each other."""
+        """Largest age, in updates, of weights to compute with; ``None``: not `Asynchronous`."""
         return self.replicas.staleness if isinstance(self.replicas, Asynchronous) else None
 
     @property
     def goes_on(self) -> bool:
-        """Whether the other replicas are to go on when one is lost."""
+        """Whether the other replicas are to go on when one is lost (``on_loss="continue"``)."""
         return isinstance(self.replicas, BySpeed) and self.replicas.on_loss == "continue"
 
     @property
@@ -251,12 +257,12 @@ class Config:
 
     @property
     def replans_shares(self) -> bool:
-        """Whether shares by speed are dealt again, by speeds that are measured in training."""
+        """Whether each epoch the replicas' shares of a batch follow speeds measured in training."""
         return isinstance(self.replicas, BySpeed) and self.replicas.replan == "epoch"
 
     @property
     def replans_cuts(self) -> bool:
-        """Whether stages get new cuts if a device is slower than planned."""
+        """Whether stages are cut anew at an epoch if a device has been slower than planned."""
         return self.search.replan == "epoch"
 
     @property
@@ -266,14 +272,14 @@ class Config:
 
     @property
     def _scheduled(self) -> str:
-        """The schedule, which a plan has too."""
+        """Name of the schedule: of the argument, or if that is ``"auto"`` of the user's plan."""
         if self.schedule == AUTO and self.plan is not None:
             return self.plan.schedule
         return self.schedule.name if isinstance(self.schedule, Delayed) else self.schedule
 
     @property
     def shown_schedule(self) -> str:
-        """The schedule as an argument."""
+        """The schedule as an argument in messages, such as ``schedule='gpipe'``."""
         given = self.schedule if isinstance(self.schedule, Delayed) else self._scheduled
         return f"schedule={given!r}"
 
@@ -283,12 +289,12 @@ class Config:
 
     @property
     def gradient_shrinking(self) -> float:
-        """What gradients are multiplied with at every cut that they cross."""
+        """Factor by which gradients are multiplied at every cut that they cross; 1: no change."""
         return self._delayed.shrink if self._delayed is not None else 1.0
 
     @cached_property
     def settings(self) -> PlanSettings:
-        """What a plan is made by."""
+        """The options by which the planner makes a plan."""
         return PlanSettings(
             schedule=self._scheduled,
             allocation=self.search.method if self.cuts is None else self.cuts,
@@ -305,29 +311,35 @@ class Config:
 
     @property
     def runs_inside(self) -> bool:
-        """Whether backwards are to run inside of the network's calls, where that is possible."""
+        """Whether the schedule has backwards run inside of the network's calls (``"1f1b"``)."""
         return self.settings.schedule == INSIDE
 
     @property
     def may_run_inside(self) -> bool:
-        """Whether they may, so that a loss in a network is looked for."""
+        """Whether backwards may run inside of the network's calls: asked for, or up to the planner.
+
+        Then a loss that a network computes itself is looked for, since they begin there.
+        """
         is_open = self.settings.schedule == AUTO and not self.cuts_given
         return self.runs_inside or (is_open and self.settings.may_go_inside)
 
     @property
     def streamed(self) -> LookAhead | None:
-        """The schedule, if forwards of later batches begin early under it."""
+        """How far stages look ahead, if the schedule begins later batches early; else ``None``."""
         return STREAMED.get(self.settings.schedule)
 
     def shape(self, nodes: int, devices_per_node: int) -> tuple[int, int]:
-        """Replicas, and devices of each, for the devices that there are.
+        """Compute the numbers of replicas and stages; sizes that are open take all devices.
 
         Args:
             nodes: number of hosts.
-            devices_per_node: number of devices of each.
+            devices_per_node: number of devices of each host.
+
+        Returns:
+            The number of replicas, and the number of devices of a replica.
 
         Raises:
-            PlanError: the sizes do not use all devices.
+            PlanError: the product of the sizes is not the number of devices.
         """
         devices = nodes * devices_per_node
         replicas, stages = self.replica_count, self.stages
@@ -347,23 +359,35 @@ class Config:
         return replicas, stages
 
     def leaves_sizes_open(self, devices: int) -> bool:
-        """Whether there are sizes to choose, when the network is known.
+        """Whether this package is to choose both sizes, which it does once the network is known.
 
-        Cut points are for a number of stages that the user has in mind: all devices.
+        Not if the user has given a size, a plan or cut points. (Cut points are taken to be for as
+        many stages as there are devices.)
+
+        Args:
+            devices: number of all devices; with one there is nothing to choose.
         """
         asked = self.replica_count is not None or self.stages is not None or self.cuts_given
         return not asked and devices > 1
 
     @property
     def may_keep_whole(self) -> bool:
-        """Whether a network that cannot be cut may run on the driver: no stages were asked for."""
+        """Whether a network that cannot be cut may run whole on the driver of each replica.
+
+        It may if the user has given no number of stages.
+        """
         return self.sizes is not None or self.stages is None
 
     def check_devices(self, nodes: int, devices_per_node: int) -> None:
-        """Complain about devices that do not suit the sizes or the capacities.
+        """Check that sizes and capacities suit the devices.
+
+        Args:
+            nodes: number of hosts.
+            devices_per_node: number of devices of each host.
 
         Raises:
-            PlanError: see :meth:`shape`; or the capacities are not one positive number per device.
+            PlanError: the product of the sizes is not the number of devices, or ``capacity`` is not
+                one positive number per device.
         """
         self.shape(nodes, devices_per_node)
         if self.capacity is not None:
@@ -371,7 +395,11 @@ class Config:
 
     @property
     def several_stages_per_device(self) -> bool:
-        """Whether stages and devices are not the same number, so that a rank tells no stage."""
+        """Whether the stage of a rank cannot be told from its place in the replica alone.
+
+        So it is if devices have several stages, or stages several devices, or if a plan puts the
+        stages on the devices in another order than the usual one.
+        """
         # a loop has several stages on a device, copies have several devices for a stage: no plan is
         # needed to tell
         if self.settings.schedule == "looped" or self.copies:
@@ -382,15 +410,17 @@ class Config:
 
     @property
     def cuts_given(self) -> bool:
-        """Whether the user says where stages are cut."""
+        """Whether the user says where stages are cut, by a plan or by cut points."""
         return self.plan is not None or self.cuts is not None
 
     def needs_survey(self, replicas: int, stages: int) -> bool:
-        """Whether there is anything to decide for which the devices must be known.
+        """Whether the devices must be surveyed before the run, since something is decided by them.
+
+        That is the replicas' shares of a batch, or where stages are cut and placed.
 
         Args:
-            replicas: their number, as :meth:`shape` gives it.
-            stages: number of devices of each, likewise.
+            replicas: number of replicas.
+            stages: number of devices of a replica.
         """
         # shares come from speeds, unless a plan brings them
         if self.by_speed and replicas > 1 and not (self.plan and self.plan.shares):
@@ -400,7 +430,7 @@ class Config:
     # ------------------------------------------------------------ what contradicts itself
 
     def _check_schedule(self) -> None:
-        """Complain about a schedule that is unknown, or contradicts the plan."""
+        """Raise a PlanError if the schedule is unknown, or contradicts the plan."""
         name, plan = self._scheduled, self.plan
         # a plan may have any schedule
         if self.schedule in get_args(DelayedName):
@@ -419,7 +449,14 @@ class Config:
             )
 
     def _said(self, what: str) -> str:
-        """How the user has asked for one of the :data:`PAIRS`; empty: that is not asked for."""
+        """The argument by which the user has asked for an option, as text for a message.
+
+        Args:
+            what: name of the option, as in :data:`PAIRS`.
+
+        Returns:
+            For example ``"recompute=True"``; empty: the user has not asked for the option.
+        """
         name = self._scheduled
         stages = self._asked_stages
         copies = self.copies
@@ -453,7 +490,7 @@ class Config:
         return words if asked else ""
 
     def _check_pairs(self) -> None:
-        """Complain about two arguments that do not go together."""
+        """Raise a PlanError if two arguments ask for options that contradict each other."""
         for one, (others, why, advice) in PAIRS.items():
             for other in others:
                 if self._said(one) and self._said(other):
@@ -463,7 +500,7 @@ class Config:
                     )
 
     def _check_kinds(self) -> None:
-        """Complain about a value that is none of those that there are."""
+        """Raise a PlanError if an argument has a value or type that is not allowed."""
         verify = self.verify
         # True is an int, and would be taken for "the first call alone"
         named = verify is False or verify == "auto"
@@ -481,10 +518,14 @@ class Config:
 def read_plan(
     plan: Plan | str | Path | Sequence[str] | None,
 ) -> tuple[Plan | None, tuple[str, ...] | None]:
-    """What an argument ``plan`` says: a plan, or cut points.
+    """Read the argument ``plan`` of a strategy, which is a plan or cut points.
 
     Args:
-        plan: a plan, the path of one, cut points, or nothing.
+        plan: a plan, the path of a file with one, a list of cut points, or ``None``.
+
+    Returns:
+        The plan and the cut points; ``None`` in the place of what was not given. (A value of
+        another type is returned as the plan, and refused by :class:`Config`.)
     """
     if isinstance(plan, str | Path):
         return Plan.load(plan), None
@@ -494,20 +535,39 @@ def read_plan(
 
 
 def _check_record(name: str, value: object, kind: Any, words: tuple[str, ...] = ()) -> None:
-    """Complain about a value that is neither a record of a kind nor one of some words."""
+    """Check that an argument is a record of a class, or one of some words.
+
+    Args:
+        name: name of the argument.
+        value: its value.
+        kind: the class, or a union of classes.
+        words: the words that are allowed too.
+
+    Raises:
+        PlanError: it is neither.
+    """
     if not isinstance(value, kind) and value not in words:
         kinds = [f"{each.__name__}(...)" for each in get_args(kind) or (kind,)]
         raise PlanError(f"{name}={value!r} is none of {', '.join([*map(repr, words), *kinds])}.")
 
 
 def _check_kind(name: str, value: object, kinds: tuple[str, ...]) -> None:
-    """Complain about a value that is none of those that there are."""
+    """Raise a PlanError if an argument has none of the allowed values (``kinds``)."""
     if value not in kinds:
         raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
 
 
 def _check_shape(replicas: Count, shape: StageCounts, plan: Plan | None) -> None:
-    """Complain about a plan that is none, and sizes that are none or contradict a plan."""
+    """Check the type of the plan, and that the sizes are sizes and do not contradict the plan.
+
+    Args:
+        replicas: the argument ``data_parallel_size``.
+        shape: the argument ``pipeline_parallel_size``.
+        plan: the user's plan; ``None``: there is none.
+
+    Raises:
+        PlanError: the plan is no `Plan`, a size is not allowed, or a size contradicts the plan.
+    """
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(
             f"plan={plan!r} must be a Plan, the path of one, or a list of cut points: the names of "

@@ -15,7 +15,7 @@
 
 
 class HybridError(RuntimeError):
-    """Base of all errors of this package."""
+    """Base class of all errors that this package raises by itself."""
 
 
 class NetworkError(HybridError):
@@ -23,11 +23,11 @@ class NetworkError(HybridError):
 
 
 class DeferredError(NetworkError):
-    """Weights that were made in ``configure_model`` are on another rank, or cannot be made."""
+    """Weights of a module from ``configure_model`` are not on this rank, or cannot be made."""
 
 
 class NetworkNotFoundError(NetworkError):
-    """No call of a module that owns parameters was seen."""
+    """No call of a module that owns parameters was seen, so there is no network to cut."""
 
 
 class StitchError(NetworkError):

@@ -1,7 +1,7 @@
-"""Records that arguments of the strategies take: options that belong together, and say so.
+"""Records of options that belong together, which arguments of the strategies take as values.
 
-What contradicts cannot be written in one of them, or is refused where the record is made. What a
-record means beside other arguments is checked in :mod:`lightning_hybrid.config`.
+A record with options that contradict each other is refused when it is made. A record that
+contradicts another argument is refused in :mod:`lightning_hybrid.config`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,10 @@ OnLoss = Literal["end", "continue"]
 
 
 class _Record:
-    """Is shown as it is written: ``BySpeed(on_loss='continue')``, without defaults."""
+    """Base class of the records; its ``repr`` shows a record as a user writes it.
+
+    For example ``BySpeed(on_loss='continue')``: fields with their default values are left out.
+    """
 
     def __repr__(self) -> str:
         shown = []
@@ -40,11 +43,12 @@ class Delayed(_Record):
         weights: which weights and activations a backward uses. ``"stash"``: those of its forward.
             ``"recompute"``: the current weights; the forward runs again on the same inputs.
             ``"current"``: the current weights, with the activations of the forward.
-        shrink: factor of gradients at every cut that they cross, above 0 and at most 1; for
-            ``"fdg"``.
+        shrink: factor by which gradients are multiplied at every cut that they cross, above 0 and
+            at most 1; for ``"fdg"`` alone.
 
     Raises:
-        PlanError: one of them has another value, or the schedule shrinks no gradients.
+        PlanError: an argument has a value that is not named here, or ``shrink`` is not 1 for a
+            schedule other than ``"fdg"``.
     """
 
     name: DelayedName
@@ -79,9 +83,11 @@ class Search(_Record):
         replan: ``"epoch"``: when an epoch begins, stages are cut at other places, if a device has
             stayed slower than planned and the predicted step becomes clearly shorter; on CPUs.
             Numbers stay those of one device. ``docs/unlike_devices.md`` says when cuts are kept.
+            ``"never"``: cuts stay for the whole run.
 
     Raises:
-        PlanError: one of them has another value, or cuts that are made anew are not contiguous.
+        PlanError: an argument has a value that is not named here, or ``replan="epoch"`` is combined
+            with ``contiguous=False``.
     """
 
     method: Method = "gabra"
@@ -100,14 +106,14 @@ class Search(_Record):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Equal(_Record):
-    """``replicas=Equal()``, the default: each replica takes as many samples, as under ``ddp``.
+    """``replicas=Equal()``, the default: all replicas take equally many samples, as under ``ddp``.
 
     Args:
         shard_states: whether the replicas of a stage divide its optimizer states, as
             ``ZeroRedundancyOptimizer`` does. Each rank keeps the states of some whole parameters
-            (about 1/R of the bytes), steps these, and gets the new weights of the others. Numbers
-            and ordinary checkpoints do not change. An optimizer that must step as a whole keeps all
-            states on each replica, and a line says so.
+            (about 1/R of the bytes with R replicas), steps these parameters, and gets the new
+            weights of the other ones. Numbers and ordinary checkpoints do not change. An optimizer
+            that must step as a whole keeps all states on each replica, and a line says so.
     """
 
     shard_states: bool = False
@@ -124,14 +130,16 @@ class BySpeed(_Record):
     ``docs/unlike_devices.md``.
 
     Args:
-        replan: ``"epoch"``: speeds measured in an epoch decide the parts of the next one. A step
-            keeps its samples.
+        replan: ``"epoch"``: speeds measured in an epoch decide how many samples each replica takes
+            in the next one. The global batch of a step has the same samples as before.
+            ``"never"``: the speeds known at the start of the run hold for all of it.
         on_loss: ``"continue"``: if a process of a replica is killed while gradients are averaged,
             the other replicas continue with all samples that are left. ``"end"``: the run ends.
         shard_states: see :class:`Equal`.
 
     Raises:
-        PlanError: one of them has another value, or ``on_loss="continue"`` has another beside it.
+        PlanError: an argument has a value that is not named here, or ``on_loss="continue"`` is
+            combined with ``replan="epoch"`` or ``shard_states``.
     """
 
     replan: Replan = "never"
@@ -159,7 +167,7 @@ class Asynchronous(_Record):
             steps are those of synchronous training.
 
     Raises:
-        PlanError: it is no whole number, 0 or more.
+        PlanError: ``staleness`` is no whole number, or is negative.
     """
 
     staleness: int = 0
@@ -174,12 +182,13 @@ class Asynchronous(_Record):
 class Sharded(_Record):
     """``checkpoint=Sharded()``: a checkpoint is a folder to which each rank writes what it owns.
 
-    As of Lightning's ``FSDPStrategy``, in the format of `torch.distributed.checkpoint`; any number
-    of replicas and stages goes on with it, and `lightning-hybrid consolidate` makes the ordinary
-    file of it.
+    It is like a sharded checkpoint of Lightning's ``FSDPStrategy``, in the format of
+    `torch.distributed.checkpoint`. A run with any number of replicas and stages can go on with it,
+    and `lightning-hybrid consolidate` makes an ordinary checkpoint file of it.
 
     Args:
-        asynchronous: whether each rank copies what it owns and writes it while training goes on.
+        asynchronous: whether each rank first copies what it owns, and writes the copy while
+            training goes on. ``False``: training waits until all is written.
     """
 
     asynchronous: bool = False
@@ -189,7 +198,16 @@ Replicas = Equal | BySpeed | Asynchronous
 
 
 def _check_kind(record: _Record, name: str, kinds: tuple[str, ...]) -> None:
-    """Complain about a value that is none of those that there are."""
+    """Check that a field of a record has one of the allowed values.
+
+    Args:
+        record: the record.
+        name: name of the field.
+        kinds: the allowed values.
+
+    Raises:
+        PlanError: it has another value.
+    """
     value = getattr(record, name)
     if value not in kinds:
         raise PlanError(

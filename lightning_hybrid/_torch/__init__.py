@@ -1,5 +1,5 @@
-"""The private names of torch that this package uses, by theme, each with its reason.
+"""Functions that use private names of torch, by theme, each with its reason.
 
-A file is named after the part of torch that it opens, and no other file of this package names a
-private part of torch.
+A file is named after the part of torch whose private names it uses. No code outside of this folder
+uses private names of torch.
 """

@@ -1,4 +1,4 @@
-"""Autograd: the running backward, what the code around a call has set, and the profiler."""
+"""Autograd: the running backward, hooks and modes that are active around a call, the profiler."""
 
 import inspect
 import sys
@@ -37,16 +37,23 @@ _OURS = __name__.partition(".")[0] + "."
 
 
 def is_batched(gradient: Tensor | None) -> bool:
-    """Whether a gradient stands for several at once (``is_grads_batched``, `torch.func.vmap`)."""
+    """Whether a gradient stands for several at once (``is_grads_batched``, `torch.func.vmap`).
+
+    ``None``, where there is no gradient, does not.
+    """
     return gradient is not None and (_is_batched_in_an_old_way(gradient) or _is_batched(gradient))
 
 
 def backward_reaches(ctx: Any, index: int) -> bool:
-    """Whether the running backward will go on to the ``index``-th tensor input of a Function.
+    """Whether the running backward needs the gradient of an input of an autograd Function.
 
-    `torch.autograd.grad(loss, x)` passes through a node without asking for the gradients of
-    parameters; the engine knows, and there is no public way to ask it
+    For use in its ``backward``. `torch.autograd.grad(loss, x)` passes through a node without
+    needing the gradients of parameters. The engine knows this, and there is no public way to ask it
     (`torch.autograd.graph` and AOTAutograd use the same function).
+
+    Args:
+        ctx: the context of the Function.
+        index: number of the input among its tensor inputs.
     """
     node = ctx.next_functions[index][0]
     return node is not None and _will_run(node)
@@ -58,18 +65,23 @@ _run = find("torch.autograd:_engine_run_backward")
 
 
 def run_backwards_by(handler: Callable[..., Any] | None) -> None:
-    """Have a handler run every backward pass, of `torch.autograd.grad` and ``backward`` alike.
+    """Have a handler called for every backward pass of this process, to run it.
+
+    This holds for `torch.autograd.grad` and `torch.Tensor.backward` alike.
 
     Args:
-        handler: called with the function that runs autograd, and its arguments; ``None``: autograd
-            runs them without a handler again.
+        handler: called with torch's function that runs a backward, and the arguments for it;
+            ``None``: torch runs backward passes by itself again.
     """
     setattr(torch.autograd, _BACKWARD, _run if handler is None else partial(handler, _run))
 
 
 @contextmanager
 def backwards_as_ever() -> Iterator[None]:
-    """Inside, the handler of `run_backwards_by` is off, for the package's own backward passes."""
+    """Inside, torch runs backward passes without the handler that `run_backwards_by` has set.
+
+    This is for the package's own backward passes.
+    """
     handled = getattr(torch.autograd, _BACKWARD)
     setattr(torch.autograd, _BACKWARD, _run)
     try:
@@ -79,7 +91,7 @@ def backwards_as_ever() -> Iterator[None]:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs this code, in the backward of a node or in a hook."""
+    """Whether the calling code is run by autograd, in the backward of a node or in a hook."""
     return int(_pass_number()) != -1
 
 
@@ -89,11 +101,11 @@ def graph_is_kept() -> bool:
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""A pair of hooks on saved tensors: the first packs a tensor, the second gives it back."""
+"""A pair of hooks on tensors saved for backward: one packs a tensor, the other unpacks it."""
 
 
 def _hooks_around() -> Hooks | None:
-    """The hooks that the code around this call has put on tensors saved for backward, if any.
+    """Return the innermost active hooks on tensors saved for backward; ``None``: there are none.
 
     There is no public way to ask.
     """
@@ -102,9 +114,9 @@ def _hooks_around() -> Hooks | None:
 
 
 def is_checkpointed() -> bool:
-    """Whether this code runs in a region of `torch.utils.checkpoint` that saves no tensors.
+    """Whether the calling code runs under `torch.utils.checkpoint` with ``use_reentrant=False``.
 
-    Such a region (``use_reentrant=False``) works by hooks on saved tensors.
+    Such a checkpointed region saves no tensors, which it does by hooks on saved tensors.
     """
     hooks = _hooks_around()
     pack: Any = None if hooks is None else inspect.unwrap(hooks[0])
@@ -112,10 +124,11 @@ def is_checkpointed() -> bool:
 
 
 def own_saved_tensors() -> AbstractContextManager[Any]:
-    """A context in which hooks on saved tensors that the code around has set do not apply.
+    """Return a context that switches off hooks on saved tensors which are active now.
 
-    They are not for what stages save. Without such hooks nothing is done, since any hooks switch
-    off autograd's check of in-place changes.
+    For code of stages, as users' hooks are not for the tensors that it saves. If no hooks are
+    active, the context does nothing: any hooks, even its own, would switch off autograd's check of
+    in-place changes.
     """
     if _hooks_around() is None:
         return nullcontext()
@@ -123,7 +136,10 @@ def own_saved_tensors() -> AbstractContextManager[Any]:
 
 
 def forward_derivatives() -> AbstractContextManager[Any]:
-    """A context with forward-mode derivatives, also in an autograd.Function's forward."""
+    """Return a context that switches forward-mode derivatives on.
+
+    In the forward of an autograd Function they are off by default.
+    """
     context: AbstractContextManager[Any] = _with_forward_derivatives(True)
     return context
 
@@ -134,17 +150,17 @@ def dual_level() -> int:
 
 
 def functorch_level() -> int:
-    """How many transforms of functions (``vmap``, ``grad``) are being applied at this moment."""
+    """Number of transforms of `torch.func` (``vmap``, ``grad``) in which the calling code runs."""
     return int(_functorch_level() or 0)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a wrapper of a transform (``vmap``, ``grad``), without memory itself."""
+    """Whether a tensor is a wrapper without own memory, made by a transform of `torch.func`."""
     return bool(_is_wrapped(tensor))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside the wrappers of `torch.vmap` and the like; other tensors as they are."""
+    """Return the tensor inside all wrappers made by transforms; other tensors as they are."""
     while _is_wrapped(tensor):
         tensor = _get_unwrapped(tensor)
     return tensor
@@ -152,15 +168,15 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """Inside, transforms of functions and dispatch modes are off: tensors have memory."""
+    """Inside, transforms of `torch.func` and dispatch modes are off: new tensors are ordinary."""
     with _without_transforms(), _without_modes():
         yield
 
 
 def in_functional_call() -> bool:
-    """Whether this code runs inside of `torch.func.functional_call`, by the call stack.
+    """Whether the calling code runs inside of `torch.func.functional_call`, by the call stack.
 
-    It puts other tensors into a module's tables and leaves no other trace.
+    That function only puts other tensors into a module's tables, and leaves no other trace.
     """
     code, frame = _functional_call.__code__, sys._getframe()
     while frame.f_code is not code:
@@ -171,11 +187,12 @@ def in_functional_call() -> bool:
 
 
 def users_mode() -> object | None:
-    """The innermost active mode that the user has entered; ``None``: there is none.
+    """Return an active mode that the user has entered and that sees operations; ``None``: none.
 
-    That is `torch.utils.flop_counter.FlopCounterMode`, or any other subclass of
-    ``TorchDispatchMode`` or ``TorchFunctionMode`` but for this package's and torch's internal ones.
-    A device as a context does not count: captured networks follow it too.
+    That is an object of `torch.utils.flop_counter.FlopCounterMode` or another subclass of
+    ``TorchDispatchMode`` or ``TorchFunctionMode``, except this package's modes and torch's internal
+    ones. Of several, the innermost function mode, else the innermost dispatch mode. A device as a
+    context does not count, since captured networks follow it too.
     """
     seeing = [m for m in _dispatch_modes() if not _is_infrastructure(m)]
     seeing += [m for m in _function_modes() if not isinstance(m, _DeviceContext)]
@@ -187,10 +204,14 @@ def _is_infrastructure(mode: object) -> bool:
 
 
 def fails_apart(node: Node) -> bool:
-    """Whether an operation must compute the gradients of its input together with its weights'.
+    """Whether an operation must not be asked for the gradients of its weights alone.
 
-    The backward of group normalisation in channels-last reads memory that it does not have if it is
-    asked for the gradients of the weights alone (torch 2.13), and the process ends.
+    They must be computed together with those of its input. Alone, the backward of group
+    normalisation in channels-last reads memory that it does not have (torch 2.13), and the process
+    ends.
+
+    Args:
+        node: the node of the operation in the autograd graph.
     """
     if node.name() != "NativeGroupNormBackward0":
         return False
@@ -199,12 +220,12 @@ def fails_apart(node: Node) -> bool:
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """A context in which torch's profiler does not record the transfers that begin.
+    """Return a context in which torch's profiler does not record transfers that are begun.
 
-    If a transfer on a group beside torch's default one is unfinished when the profiler ends, the
-    process crashes later, in the garbage collection (torch 2.13). There is no public switch for
-    recording. It is left alone unless a profiler is on in some thread, which
-    ``torch._C._autograd._profiler_enabled`` does not tell of one that profiles all threads.
+    If a transfer on another process group than torch's default one is unfinished when the profiler
+    ends, the process crashes later, in the garbage collection (torch 2.13). There is no public
+    switch for recording. The context does nothing while no thread is being profiled. (That is not
+    asked by ``torch._C._autograd._profiler_enabled``, which misses a profiler of all threads.)
     """
     if _knows_profilers and _record is not None and torch.autograd.profiler._is_profiler_enabled:
         return _recording_off()

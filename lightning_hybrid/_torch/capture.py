@@ -1,4 +1,4 @@
-"""TorchDynamo: its settings and replaced functions during captures, and what it keeps."""
+"""TorchDynamo: its settings and patched functions during captures, and freeing what it keeps."""
 
 import logging
 import threading
@@ -32,9 +32,9 @@ _without_innermost = find("torch.overrides:_pop_mode_temporarily")
 _mark_dynamic = find("torch._dynamo:maybe_mark_dynamic", lambda tensor, dimension: None)
 
 FAILED_AT_ONCE = "Guard failed on the same frame it was created"
-"""The beginning of an `AssertionError` of TorchDynamo's: a guard fails as soon as it is made.
+"""The beginning of the text of an `AssertionError` of TorchDynamo: a guard fails when it is made.
 
-(In inference mode for an array of NumPy that becomes a tensor. Nothing has run then.)
+It is raised in inference mode for an array of NumPy that becomes a tensor, before anything runs.
 """
 
 Mode = TypeVar("Mode")
@@ -42,7 +42,13 @@ Mode = TypeVar("Mode")
 
 @contextmanager
 def without_mode(kind: type[Mode]) -> Iterator[Mode | None]:
-    """Inside, the innermost torch function mode is off if it is of this class; gives the mode."""
+    """Inside, the innermost torch function mode is off, if it is of a class; yields this mode.
+
+    Otherwise nothing is switched off, and ``None`` is yielded.
+
+    Args:
+        kind: the class.
+    """
     mode = _function_mode()
     if isinstance(mode, kind):
         with _without_innermost():
@@ -52,7 +58,7 @@ def without_mode(kind: type[Mode]) -> Iterator[Mode | None]:
 
 
 _IGNORED: set[Any] = set()
-"""Logging functions whose calls captures leave out; see `_ignore_repeated_warnings`."""
+"""Methods of loggers whose calls captures leave out; see `_ignore_repeated_warnings`."""
 
 _CAPTURE: dict[str, Any] = {
     "ignore_logging_functions": _IGNORED,
@@ -78,7 +84,12 @@ _ABSENT = object()
 
 
 def _patch(place: str, settings: dict[str, Any]) -> AbstractContextManager[None]:
-    """A context with these settings of a module, as far as this torch has them."""
+    """Return a context in which a module of torch has other settings; unknown ones are left out.
+
+    Args:
+        place: dotted name of the module.
+        settings: values by name of the setting.
+    """
     known = {k: v for k, v in settings.items() if find(f"{place}:{k}", _ABSENT) is not _ABSENT}
     patch: AbstractContextManager[None] = resolve_name(place).patch(**known)
     return patch
@@ -92,14 +103,14 @@ _PATCHES = (
 
 
 class Replaced:
-    """A context in which functions of torch are replaced, for all threads of the process.
+    """A context in which attributes of torch's objects are replaced, for all threads.
 
-    The last thread that leaves it puts the originals back. For threads that capture nothing a
-    replacement must do the same as the original.
+    Several threads may be inside at once; the last that leaves puts the originals back. A
+    replacement must do the same as the original for threads that capture nothing.
 
     Args:
-        what: objects of torch, the names of their attributes, and what replaces these; those that
-            this torch does not have are left out.
+        what: for each replacement an object of torch, the name of its attribute, and the new value;
+            attributes that this torch does not have are left out.
     """
 
     def __init__(self, *what: tuple[Any, str, Any]) -> None:
@@ -140,11 +151,12 @@ _select_backend = find("torch:_C._select_conv_backend")
 
 
 def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Choose how a convolution is computed, without a guard of the graph on the batch size.
+    """Choose, in torch's place, how a convolution is computed, with no condition on the batch size.
 
-    On CPUs the choice depends on whether there are 16 samples, and TorchDynamo would make that a
-    condition of the graph, so that no batch of 16 could be split into smaller ones. The graph is
-    the same for both, and each micro-batch is computed in the way for its own size.
+    On CPUs the choice depends on whether there are 16 samples. TorchDynamo would make that a
+    condition of the captured graph, so that a batch of 16 could not be split into smaller ones. The
+    graph is the same for both choices, and each micro-batch is computed in the way for its size.
+    Outside of a capture this is torch's own function.
     """
     mode = getattr(input, "fake_mode", None)
     if not getattr(_capturing, "depth", 0) or mode is None or mode.shape_env is None:
@@ -154,14 +166,14 @@ def _select_without_guard(input: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 FREE_CONVOLUTIONS = torch._C, "_select_conv_backend", _select_without_guard
-"""What is replaced so that captures leave it open how many samples a convolution has."""
+"""An argument of `Replaced`: with it, captures set no condition on a convolution's batch size."""
 
 
 def _ignore_repeated_warnings() -> None:
-    """Have captures leave out ``Logger.warning_once``, where TorchDynamo would end the graph.
+    """Have captures leave out calls of ``Logger.warning_once``, at which TorchDynamo would stop.
 
-    `transformers` adds this method to loggers, and calls it in its models. Other methods of loggers
-    are not left out.
+    `transformers` adds this method to loggers, and calls it in its models. Calls of other methods
+    of loggers are not left out.
     """
     method = getattr(logging.Logger, "warning_once", None)
     if method is not None:
@@ -170,7 +182,7 @@ def _ignore_repeated_warnings() -> None:
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Inside, TorchDynamo captures as this package needs it, in this thread alone."""
+    """Inside, TorchDynamo has the settings that this package needs for captures, in this thread."""
     _ignore_repeated_warnings()
     # (settings are of this thread alone; the depth tells replaced functions, which all threads
     # call, that this one captures)
@@ -185,24 +197,29 @@ def capture_settings() -> Iterator[None]:
 
 
 def free_sizes(tensors: Iterable[Tensor], dimensions: int) -> None:
-    """Ask TorchDynamo to leave sizes of the first ``dimensions`` open, if the code allows it."""
+    """Ask TorchDynamo to leave sizes of tensors open in the next capture, where the code allows it.
+
+    Args:
+        tensors: the tensors, which are marked.
+        dimensions: number of first dimensions whose sizes are left open.
+    """
     for tensor in tensors:
         for dimension in range(min(tensor.dim(), dimensions)):
             _mark_dynamic(tensor, dimension)
 
 
 def recapture_reason() -> str | None:
-    """Why the last capture was needed: the guard that failed, as TorchDynamo words it."""
+    """Return why TorchDynamo has captured again: the guard that failed; ``None``: not known."""
     metrics = _compilations()
     return metrics[-1].recompile_reason if metrics else None
 
 
 def forget_compiled(owner: object, code: CodeType) -> None:
-    """Have TorchDynamo forget what it has compiled of a function.
+    """Have TorchDynamo free what it has captured of a function.
 
     Args:
-        owner: the object that has the backend as a method.
-        code: the code of the function.
+        owner: the object of which the backend (the argument of ``torch.compile``) is a method.
+        code: the code object of the function.
     """
     if _cached_backends is None or _reset_code is None:
         return
@@ -213,7 +230,7 @@ def forget_compiled(owner: object, code: CodeType) -> None:
 
 
 def _innermost(backend: Any) -> Any:
-    """The backend that was given to ``torch.compile``, without torch's wrappers around it."""
+    """Return the backend that ``torch.compile`` was given, out of torch's wrappers around it."""
     for name in ("_torchdynamo_orig_backend", "compiler_fn"):
         if hasattr(backend, name):
             return _innermost(getattr(backend, name))

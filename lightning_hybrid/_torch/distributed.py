@@ -5,5 +5,5 @@ from typing import Any
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Set the time-out in the options of a group; for NCCL there is no other way."""
+    """Set the time-out in the options for a new process group; for NCCL there is no other way."""
     options._timeout = timeout

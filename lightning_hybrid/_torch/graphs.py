@@ -1,4 +1,4 @@
-"""The nodes of captured graphs: regions, operators, calls of NumPy, and their names."""
+"""The nodes of captured graphs: autocast and checkpointed regions, operators, calls of NumPy."""
 
 import sys
 from collections.abc import Iterator
@@ -22,29 +22,33 @@ set_gradients = find("torch:_C._set_grad_enabled")
 """The function that a captured graph calls for `with torch.no_grad()` and the like."""
 
 attention_of_cpu = find("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu")
-"""The one kernel of attention that torch's `FlopCounterMode` counts as nothing."""
+"""The kernel of attention on CPUs, which torch's `FlopCounterMode` counts as 0 operations."""
 
 exit_autocast = find("torch.amp.autocast_mode:_exit_autocast")
-"""The function that leaves a region of autocast; its argument is the node that has entered it."""
+"""The function that a captured graph calls to end a region of autocast; its argument is the node
+that has begun the region."""
 
 
 def is_enter_autocast(node: fx.Node) -> bool:
-    """Whether a node begins a region with (or without) autocast."""
+    """Whether a node begins a region of ``torch.autocast`` (with it on, or off)."""
     return node.target is _enter_autocast
 
 
 def entered_autocast(node: fx.Node) -> Any:
-    """The node that has entered the region of autocast that a node ends; ``None``: it ends none."""
+    """Return the node that has begun the region of autocast which a node ends.
+
+    ``None``: the node ends none.
+    """
     return node.args[0] if node.target is exit_autocast else None
 
 
 @cache
 def _numpy() -> dict[str, tuple[Any, str]]:
-    """Per kind of a call of NumPy in a captured graph, what computes it with torch.
+    """For each kind of call of NumPy in a captured graph, how the target of its node looks.
 
-    That is the class of the node's target, and its attribute for the function, method or operator.
-    (Looked up where a network is captured, or a stage calls NumPy: else a process that only serves
-    would load TorchDynamo.)
+    That is the class of the target, and the name of its attribute with NumPy's function, method or
+    operator. (Looked up when it is needed first, since otherwise a process that only serves would
+    load TorchDynamo.)
     """
     return {
         "function": (find("torch._dynamo.utils:numpy_to_tensor_wrapper"), "f"),
@@ -54,7 +58,15 @@ def _numpy() -> dict[str, tuple[Any, str]]:
 
 
 def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
-    """The kind and target of a call of NumPy in a captured graph; ``None``: it is no such call."""
+    """Take the target of a node apart, if the node calls NumPy.
+
+    Args:
+        function: the target of a node in a captured graph.
+
+    Returns:
+        The kind of call, and NumPy's function, method or operator, from which `numpy_from_parts`
+        makes a target; ``None``: the node does not call NumPy.
+    """
     for kind, (wrapper, attribute) in _numpy().items():
         if type(function) is wrapper:
             return kind, getattr(function, attribute)
@@ -62,7 +74,7 @@ def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
 
 
 def numpy_from_parts(kind: str, called: Any) -> Any:
-    """The function for a node that calls NumPy, from what `parts_of_numpy` returns."""
+    """Make the target for a node that calls NumPy, from what `parts_of_numpy` returns."""
     return _numpy()[kind][0](called)
 
 
@@ -70,7 +82,7 @@ _SOURCE = "_dynamo_source"
 
 
 def placeholder_source(placeholder: fx.Node) -> str:
-    """The value that a placeholder stands for, as an expression over the frame that was captured.
+    """Return the Python expression, in the captured frame, of the value of a graph's placeholder.
 
     There is no public way: the placeholder's name is that expression with all but letters replaced.
     """
@@ -79,29 +91,32 @@ def placeholder_source(placeholder: fx.Node) -> str:
 
 
 def copy_source(placeholder: fx.Node, copy: fx.Node) -> None:
-    """Give a copy of a placeholder its source, for `placeholder_source`."""
+    """Copy the expression of a graph's placeholder to a copy of it, for `placeholder_source`."""
     if hasattr(placeholder, _SOURCE):
         setattr(copy, _SOURCE, getattr(placeholder, _SOURCE))
 
 
 def higher_order_name(function: Any) -> str | None:
-    """The name of an operator that takes graphs (a checkpointed region); ``None``: it is none."""
+    """Return the name of a higher-order operator; ``None``: the function is none.
+
+    Such an operator takes graphs as arguments, and stands for a checkpointed region, for example.
+    """
     return function.name() if isinstance(function, _HigherOrder) else None
 
 
 def is_region(node: fx.Node) -> bool:
-    """Whether a node is a region under activation checkpointing."""
+    """Whether a node of a captured graph is a region under `torch.utils.checkpoint`."""
     return higher_order_name(node.target) == "tag_activation_checkpoint"
 
 
 def is_custom_operator(function: Any) -> bool:
-    """Whether an operator is not one of torch's own."""
+    """Whether a function is an operator that other code than torch has registered."""
     packet = isinstance(function, _OPERATORS)
     return packet and not str(function).startswith(("aten.", "prims.", "prim."))
 
 
 def names_of_operator(function: Any) -> Iterator[str]:
-    """Names, as ``module:name``, by which an operator may be found; of other functions none."""
+    """Yield ``module:name`` by which an operator may be found; nothing for other functions."""
     if isinstance(function, _OPERATORS):
         yield f"torch:ops.{function!s}"
     name = higher_order_name(function)
@@ -112,7 +127,10 @@ def names_of_operator(function: Any) -> Iterator[str]:
 
 
 def modules_of_operator(function: Any) -> Iterator[str]:
-    """Modules that may register an operator when they are imported, the likeliest first."""
+    """Yield names of modules that may register a custom operator when imported, likeliest first.
+
+    Only modules that this process has imported; none for other functions.
+    """
     if not is_custom_operator(function):
         return
     name = str(function).removesuffix(".default").replace(".", "::", 1)

@@ -1,4 +1,4 @@
-"""Tensors whose numbers are made when something reads them, if ever."""
+"""Tensors whose numbers are made only when an operation reads them."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,25 +28,29 @@ _DESCRIBE = {
     "is_floating_point",
     "detach",
 }
-"""Names of functions that read no number of a tensor."""
+"""Names of functions that do not read a tensor's numbers."""
 
 
 class Late(Tensor):
-    """A tensor whose numbers are made at the first operation that reads them.
+    """A tensor without memory, whose numbers are made for each operation that reads them.
 
-    It may be in autograd's graph, as the output of a function.
+    It may be in autograd's graph, as the output of a Function.
+
+    Attributes:
+        make: function that returns a tensor with the numbers; called for each such operation.
     """
 
     make: Callable[[], Tensor]
 
     @staticmethod
     def like(tensor: Tensor, make: Callable[[], Tensor], size: tuple[int, ...]) -> "Late":
-        """Make a late tensor of the type and device of ``tensor``.
+        """Make a late tensor with the type and device of another tensor.
 
         Args:
-            tensor: has its type and device.
-            make: makes it; called for each operation.
-            size: its size.
+            tensor: the other tensor.
+            make: function that returns a tensor with the numbers; called for each operation that
+                reads them.
+            size: size of the late tensor, and of what ``make`` returns.
         """
         late: Late = _wrapper(Late, size, dtype=tensor.dtype, device=tensor.device)
         late.make = make

@@ -1,4 +1,4 @@
-"""Modules: their tables of tensors and of hooks, and functions inside torch's own layers."""
+"""Modules: their dicts of tensors, submodules and hooks, and functions inside torch's layers."""
 
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,24 +22,31 @@ __all__ = ["BatchNorm", "detects_causal_mask"]
 
 
 def tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tables of a module's parameters and of its buffers (``setattr`` refuses other types)."""
+    """Return the dicts in which a module keeps its own parameters and its own buffers, by name.
+
+    An entry may be replaced by a tensor of any type; ``setattr`` refuses some.
+    """
     return module._parameters, module._buffers
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The table of a module's parts (``named_children`` leaves out what is there twice)."""
+    """Return the dict in which a module keeps its submodules, by name.
+
+    Unlike ``named_children`` it has a submodule under each of its names, and empty places.
+    """
     return module._modules
 
 
 def outline(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.Module:
-    """A module of the parts that a module has now, with the tables of tensors that are theirs.
+    """Make a module that keeps the present structure of another one, and shares its tensors.
 
-    Hooks of the user's may replace, wrap or delete parts: this one keeps them under the names of
-    now, and shows the tensors that they have later.
+    The user's hooks may replace, wrap or delete submodules later. The outline keeps the tree of
+    submodules as it is now. The dicts of parameters and buffers are shared, so it also shows
+    tensors that replace others later.
 
     Args:
         module: the module.
-        known: by ``id``, the outlines of its parts that are made already.
+        known: outlines that are made already, by ``id`` of the submodule; for the recursion.
     """
     known = {} if known is None else known
     found = known.get(id(module))
@@ -55,9 +62,9 @@ def outline(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module, or a part of it, was compiled by `torch.compile` or `nn.Module.compile`.
+    """Whether a module or one of its submodules was compiled, by `torch.compile` or its method.
 
-    ``compile`` leaves its mark in an attribute; there is no public way to ask.
+    There is no public way to ask; both leave marks on modules.
     """
     # looked up here, since a process that only serves loads no TorchDynamo
     optimized = find("torch._dynamo:OptimizedModule", ())
@@ -68,25 +75,29 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def check_dimensions(norm: BatchNorm, value: Tensor) -> None:
-    """Check that a value has the dimensions that this class of batch normalisation wants.
+    """Check that an input has the number of dimensions that a batch normalisation wants.
+
+    Args:
+        norm: the batch normalisation.
+        value: the input.
 
     Raises:
-        ValueError: it has not.
+        ValueError: it has another number.
     """
     norm._check_input_dim(value)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether full backward hooks are on a module; there is no public way to ask."""
+    """Whether a module itself has full backward hooks; there is no public way to ask."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def drop_hooks(module: nn.Module, of: tuple[str, ...]) -> None:
-    """Remove forward hooks whose functions are defined in certain packages.
+    """Remove forward hooks, and forward pre-hooks, that are defined in certain packages.
 
     Args:
-        module: the module, whose submodules are looked at too.
-        of: beginnings of the names of the Python modules that define these functions.
+        module: the module; hooks on its submodules are removed too.
+        of: beginnings of the names of the Python modules that define the hooks to remove.
     """
     for part in module.modules():
         for table in (part._forward_hooks, part._forward_pre_hooks):
@@ -99,5 +110,8 @@ def drop_hooks(module: nn.Module, of: tuple[str, ...]) -> None:
 
 
 def recurrent_functions() -> Any:
-    """The namespace in which `torch.nn.LSTM` and the like look up their operations."""
+    """Return the namespace in which `torch.nn.LSTM` and the like look up their operations.
+
+    Functions in it can be replaced.
+    """
     return _VF

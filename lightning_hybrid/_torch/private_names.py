@@ -1,9 +1,9 @@
 """Looks up the private names of torch that this package uses, written as ``module:name``.
 
-A version of torch may rename any of them. Without a name of `OPTIONAL` the feature that needs it is
-off, and a line says so when a Trainer is made. Without another one nothing works, or numbers could
-be wrong, so that this package cannot be imported. For each name, and each private attribute of
-torch's objects, `tests/torch_names` has a test of what is relied on.
+A version of torch may rename any of them. If a name of `OPTIONAL` is missing, the feature that
+needs it is off, and a line says so when a Trainer is made. If another one is missing, nothing would
+work or numbers could be wrong, so this package cannot be imported. For each name, and each private
+attribute of torch's objects, `tests/torch_names` has a test of what is relied on.
 """
 
 from pkgutil import resolve_name
@@ -63,17 +63,17 @@ OPTIONAL = {
         "code that takes the address of a weight of another rank is not refused"
     ),
 }
-"""Per name, what a torch without it goes without."""
+"""The names that torch may lack; for each the consequence, as text for the user."""
 
 _missing: list[str] = []
 
 
 def find(name: str, instead: Any = None) -> Any:
-    """Look up a private name of torch.
+    """Look up a private name of torch, and return what it stands for.
 
     Args:
-        name: the name.
-        instead: what to return for a name of `OPTIONAL` that torch lacks.
+        name: the name, as ``module:name``.
+        instead: what to return if torch lacks the name, and it is in `OPTIONAL`.
 
     Raises:
         ImportError: torch lacks a name that is not optional.
@@ -93,7 +93,7 @@ def find(name: str, instead: Any = None) -> Any:
 
 
 def lost() -> list[str]:
-    """Lines that say what is off since this torch lacks optional names, and which names."""
+    """Return lines for the user on what is off since torch lacks names of `OPTIONAL`, and which."""
     for name in OPTIONAL:  # (some are looked up when they are needed first)
         find(name)
     losses: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""`torch.save` of tensors whose memory is made only when it is written."""
+"""`torch.save` of tensors without memory, whose numbers are read when they are written."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,12 @@ from lightning_hybrid._torch.tensors import as_they_are
 
 
 class _ReadWhenWritten(torch.UntypedStorage):
-    """A storage that is read when `torch.save` writes it.
+    """A storage without memory, whose bytes are read at the moment when `torch.save` writes it.
 
-    (`torch.save` calls ``cpu`` of storages on other devices one by one, as it writes them.)
+    `torch.save` calls ``cpu`` of each storage on another device when it is about to write it.
+
+    Attributes:
+        read: function that returns a storage with the bytes.
     """
 
     read: Callable[[], torch.UntypedStorage]
@@ -22,13 +25,14 @@ class _ReadWhenWritten(torch.UntypedStorage):
 
 
 def reduced(tensor: Tensor, read: Callable[[], torch.UntypedStorage]) -> Any:
-    """A result for ``__reduce_ex__`` of a tensor without memory, so that `torch.save` reads it.
+    """Return what ``__reduce_ex__`` of a tensor without memory is to return, for `torch.save`.
 
-    It is that of a tensor on the CPU, and good for `torch.save` alone.
+    `torch.save` then writes it like a tensor on the CPU, and reads its numbers only at that moment.
+    For pickling in other ways the result is of no use.
 
     Args:
-        tensor: has the size, stride, offset and type, and no memory.
-        read: returns the whole storage.
+        tensor: the tensor; its size, stride, offset and type count.
+        read: function that returns the storage with the numbers, all of it.
     """
     with as_they_are():
         nbytes = tensor.untyped_storage().nbytes()

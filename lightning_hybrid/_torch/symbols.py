@@ -1,4 +1,4 @@
-"""Symbolic sizes and numbers, which TorchDynamo leaves open, and the conditions on them."""
+"""Symbolic sizes and numbers, which TorchDynamo leaves open in captures, and conditions on them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 _READ = re.compile(r"(u|zuf)\d+")
-"""Names that torch gives to symbols of numbers that are read from tensors."""
+"""Pattern of the names that torch gives to symbols for numbers that are read from tensors."""
 
 OF_VALUES = {
     "GuardOnDataDependentSymNode",
@@ -28,14 +28,14 @@ def is_symbolic(value: Any) -> bool:
 
 
 def symbols_in(value: Any) -> list[Any]:
-    """The symbols of a symbolic number."""
+    """Return the sympy symbols of a symbolic number, sorted by name."""
     return sorted(value.node.expr.free_symbols, key=str)
 
 
 def captured_value(value: Any) -> Any:
-    """The value of a symbolic number at the capture; ``None``: it depends on values of tensors.
+    """Return the value that a symbolic number had in the capture; a plain number as it is.
 
-    Plain numbers are returned as they are.
+    ``None``: the number depends on values of tensors, which a capture does not know.
     """
     if not is_symbolic(value):
         return value
@@ -43,9 +43,14 @@ def captured_value(value: Any) -> Any:
 
 
 def value_with(value: Any, sizes: Mapping[Any, int]) -> Any:
-    """A symbolic number for these values of its symbols; ``None``: it has further symbols.
+    """Compute a symbolic number from values of its symbols; return a plain number as it is.
 
-    Plain numbers are returned as they are.
+    Args:
+        value: the number.
+        sizes: the values, by sympy symbol.
+
+    Returns:
+        The plain number; ``None``: it has symbols that are not in ``sizes``.
     """
     if not is_symbolic(value):
         return value
@@ -57,10 +62,13 @@ def value_with(value: Any, sizes: Mapping[Any, int]) -> Any:
 
 
 def guards_of(values: Iterable[Any]) -> Any:
-    """The conditions on sizes under which a captured graph holds, from its example values.
+    """Return the conditions on open sizes under which a captured graph is valid.
+
+    Args:
+        values: the example values of the graph's inputs, among which are symbolic sizes.
 
     Returns:
-        A ``ShapeEnv`` for :func:`guards_hold`; ``None``: no size is open.
+        torch's ``ShapeEnv``, for :func:`guards_hold`; ``None``: no size is open.
     """
     for value in values:
         numbers = [value] if is_symbolic(value) else []
@@ -72,10 +80,14 @@ def guards_of(values: Iterable[Any]) -> Any:
 
 
 def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
-    """Whether the conditions of :func:`guards_of` hold for these values of the symbols.
+    """Whether the conditions on open sizes of a captured graph hold for given sizes.
 
-    TorchDynamo takes every free size to be at least 2, whatever the code asks. A size of 1 passes
-    here, since operations on free sizes treat it like any other (but for ``squeeze``).
+    TorchDynamo takes every open size to be at least 2, whatever the code asks. A size of 1 passes
+    here, since operations on open sizes treat it like any other (but for ``squeeze``).
+
+    Args:
+        shape_env: the conditions, from :func:`guards_of`; ``None``: there are none.
+        sizes: the values, by sympy symbol.
     """
     if shape_env is None:
         return True
@@ -90,10 +102,15 @@ def guards_hold(shape_env: Any, sizes: Mapping[Any, int]) -> bool:
 
 
 def expression(number: Any, same: Mapping[Any, Any]) -> Any:
-    """A size or number as a sympy expression, with its symbols replaced as ``same`` says."""
+    """Return a size or number as a sympy expression.
+
+    Args:
+        number: the number, symbolic or plain.
+        same: what to put in the place of symbols, by symbol.
+    """
     return number.node.expr.xreplace(same) if is_symbolic(number) else sympy.sympify(number)
 
 
 def follows_from_values(symbol: Any) -> bool:
-    """Whether a symbol stands for a number read from a tensor, or a size that depends on values."""
+    """Whether a symbol is for a number read from a tensor, or a size that depends on one."""
     return _READ.fullmatch(str(symbol)) is not None

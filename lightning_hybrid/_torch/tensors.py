@@ -52,65 +52,86 @@ unscale_each = find("torch:_amp_foreach_non_finite_check_and_unscale_")
 
 
 def version(tensor: Tensor) -> int:
-    """How often the memory of a tensor was written to, which autograd compares too.
+    """Return how often a tensor's memory was written to; autograd compares the same number.
 
-    0 for an inference tensor, which does not count.
+    An inference tensor does not count writes: for it 0 is returned.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors on one device are equal; ``False`` for all other tensors."""
+    """Whether two tensors are dense, on the same device, and equal in size and all numbers."""
     dense = one.layout is other.layout is torch.strided and one.device == other.device
     return dense and torch.equal(one, other)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A key that no other living storage has (on the meta device all data pointers are 0)."""
+    """Return a key for a storage that no other living storage has, also on the meta device."""
     key: int = storage._cdata
     return key
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a strided tensor's memory has other holders: a view, a saved tensor, a storage."""
+    """Whether something else uses the memory of a strided tensor.
+
+    That is another tensor, such as a view, a tensor that autograd has saved, or a Python storage
+    object.
+    """
     storage = tensor.untyped_storage()
     owners: int = _owners(storage._cdata)
     return owners > 2  # the tensor, and the storage object of this function
 
 
 def is_composed(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class that keeps its numbers in other tensors (a quantised one)."""
+    """Whether a tensor's class keeps its numbers in other tensors, as for quantised weights."""
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def has_tensors(storage: torch.UntypedStorage) -> bool:
-    """Whether any tensor lies in a storage, of which there is one storage object of Python's."""
+    """Whether any tensor still uses this memory.
+
+    The caller must hold the only Python storage object of it, which counts as one owner.
+    """
     owners: int = _owners(storage._cdata)
     return owners > 1
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether something beside Python holds a tensor itself: an autograd graph that has it as leaf.
+    """Whether something in C++ holds the tensor object itself, such as a graph that has it as leaf.
 
-    Such a graph has not saved its memory, and reads that of the tensor in its backward.
+    Such an autograd graph has not saved the tensor's memory, and reads in its backward what memory
+    the tensor has then.
     """
     holders: int = tensor._use_count()  # type: ignore[attr-defined]
     return holders > 1  # the first is Python's object
 
 
 def refuse_pointer(tensor: Tensor) -> None:
-    """Have torch raise from here on when code asks for the address of a tensor's memory."""
+    """Have torch raise an error when code asks for the address of a tensor's memory from now on.
+
+    Does nothing if this version of torch cannot do so.
+    """
     if _refuse_pointer is not None:
         _refuse_pointer(tensor)
 
 
 def schema(operator: Any) -> Any:
-    """The schema of an operator that a dispatch mode gets: what it takes, returns and writes to."""
+    """Return the schema of an operator: what it takes, returns and writes to.
+
+    Args:
+        operator: the operator, as dispatch modes get it.
+    """
     return operator._schema
 
 
 def arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names in the operator's schema, with its defaults."""
+    """Return all arguments of a call of an operator by their names, defaults included.
+
+    Args:
+        operator: the operator, as dispatch modes get it.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+    """
     described = schema(operator).arguments
     defaults = {each.name: each.default_value for each in described if each.has_default_value()}
     return defaults | dict(zip((each.name for each in described), args)) | dict(kwargs)
@@ -124,8 +145,8 @@ def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
     Args:
         operator: the operator, as dispatch modes get it.
-        args: of the call.
-        kwargs: of the call.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
     """
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
@@ -138,10 +159,11 @@ def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange all that two tensor objects hold; hooks stay with the objects.
+    """Exchange what two tensor objects are, such as memory, size and type; hooks are kept.
 
-    `torch.utils.swap_tensors` does this, but refuses tensors to which there are weak references
-    (recurrent layers have some to their own weights), and loses hooks.
+    The hooks on the gradient of ``tensor`` stay on it. `torch.utils.swap_tensors` does the same,
+    but loses hooks, and refuses tensors to which there are weak references (recurrent layers have
+    some to their own weights).
     """
     hooks, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     _swap(tensor, other)
@@ -156,9 +178,9 @@ HookTables = tuple[dict[int, Any] | None, dict[int, Any] | None]
 
 
 def take_hooks(tensor: torch.Tensor) -> HookTables:
-    """Take the hooks on its gradient off a tensor; there is no public way to do so.
+    """Remove all hooks on the gradient of a tensor, and return them for `put_hooks`.
 
-    The handles that the user has still remove these hooks.
+    The handles that the user has can still remove these hooks. There is no public way to do this.
     """
     tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     # ``None`` removes hooks of the first kind; of the second it would keep those that were there
@@ -167,7 +189,7 @@ def take_hooks(tensor: torch.Tensor) -> HookTables:
 
 
 def put_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
-    """Put back what :func:`take_hooks` has taken off."""
+    """Put hooks on the gradient of a tensor that :func:`take_hooks` has returned."""
     anything: Any = tensor  # (torch's annotations do not allow ``None``)
     anything._backward_hooks, late = tables
     if late is not None:
@@ -175,39 +197,40 @@ def put_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
 
 
 def gradient_hooks(tensor: torch.Tensor, *, late: bool = False) -> list[Any]:
-    """The hooks on the gradient of a parameter; there is no public way to ask.
+    """Return the hooks on the gradient of a parameter; there is no public way to ask.
 
     Args:
         tensor: the parameter.
-        late: whether to return only those that are called once it is in ``tensor.grad``.
+        late: whether to return only those that are called after the gradient was accumulated in
+            ``tensor.grad``.
     """
     before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return [hook for table in (None if late else before, after) for hook in (table or {}).values()]
 
 
 def with_gradient_hooks(tensors: Iterable[_T]) -> list[_T]:
-    """The parameters among these that have hooks on their gradients; called in every step."""
+    """Return those of some parameters that have hooks on their gradients; fast."""
     return [t for t in tensors if t._backward_hooks or t._post_accumulate_grad_hooks]
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a value is a fake tensor (a shape without memory), and of no class derived of it."""
+    """Whether a value is exactly a `FakeTensor`, a shape without memory, and of no subclass."""
     return type(value) is _FakeTensor
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each of the sources into the target at its place, with one call for all."""
+    """Copy each source into the target with the same index, with one call of torch for all."""
     with torch.no_grad():
         _copy_each(targets, sources)
 
 
 def multiply_each(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors in place, with one call for many.
+    """Multiply tensors in place by a factor, with one call of torch for many.
 
     Args:
-        tensors: on one device.
-        factor: a scalar on their device. The host does not read it, unless that is the CPU, where
-            a factor of 1 is left out.
+        tensors: tensors on one device.
+        factor: a scalar tensor on the same device. The host does not read it, except on the CPU,
+            where nothing is done if it is 1.
     """
     if factor.device.type == "cpu" and factor == 1:
         return

@@ -1,5 +1,5 @@
-"""The commands `plan`, `simulate`, `doctor`, `fit-model` and `consolidate`, and what they compute.
+"""The commands `plan`, `simulate`, `doctor`, `fit-model` and `consolidate` of `lightning-hybrid`.
 
-None of them is part of a run: they predict runs on described clusters, measure machines, fit
+They are not part of a run: they predict runs on described clusters, measure machines, fit
 performance models and convert checkpoints.
 """

@@ -1,4 +1,4 @@
-"""`lightning-hybrid consolidate`: make an ordinary checkpoint, or safetensors, of a sharded one."""
+"""`lightning-hybrid consolidate`: convert a sharded checkpoint to a file, or to safetensors."""
 
 import argparse
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from lightning_hybrid.state import load_checkpoint, save_checkpoint, write_safet
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of `lightning-hybrid consolidate` to a parser."""
     parser.add_argument(
         "checkpoint",
         help="what HybridGabraStrategy(checkpoint=Sharded()) has saved; with --to safetensors "
@@ -56,11 +56,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command.
+    """Run `lightning-hybrid consolidate`: read a checkpoint, write it in another format.
+
+    Args:
+        options: what the parser has made of the command line.
 
     Raises:
-        PlanError: the checkpoint or the folder of a config does not exist, what is to be written
-            exists already or cannot be written, or there are several networks.
+        PlanError: the checkpoint or the folder ``--like`` does not exist, what is to be written
+            exists already or cannot be written, or it is not clear which network is meant.
         HybridError: the folder is no sharded checkpoint.
     """
     checkpoint, out = Path(options.checkpoint), Path(options.out)
@@ -85,7 +88,19 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _of_network(state: Mapping[str, Any], network: str | None) -> dict[str, Any]:
-    """The state dict of the network in that of the LightningModule."""
+    """Take the state dict of one network out of that of a LightningModule.
+
+    Args:
+        state: the state dict of the LightningModule.
+        network: dotted name of the network in it; empty: the whole LightningModule; ``None``: the
+            only submodule with weights.
+
+    Returns:
+        The values by their names in the network.
+
+    Raises:
+        PlanError: no weights have this name, or several submodules have weights.
+    """
     outermost = sorted({name.split(".")[0] for name in state})
     if network is None and len(outermost) == 1:
         [network] = outermost

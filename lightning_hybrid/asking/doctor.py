@@ -38,7 +38,7 @@ from lightning_hybrid.planning import (
 from lightning_hybrid.process import LETTING_GO_S, Meeting, make_store
 
 _ALL_PAIRS = 8
-"""Up to this number of ranks every pair is measured; with more, only neighbouring ranks and one
+"""Up to this number of ranks every pair is measured; with more, only consecutive ranks, and one
 pair for each two hosts."""
 _TIMEOUT = timedelta(seconds=120)
 _SHARED = Path("/dev/shm")
@@ -47,11 +47,11 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "lightning-hybrid", "num
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was measured on one rank.
+    """What was found and measured on one rank.
 
     Attributes:
-        device: description of its device; its units of work are FLOPs of a matrix product in
-            float32, on all ranks at the same time.
+        device: description of its device. Its speed is in FLOP/s of a matrix product in float32,
+            measured on all ranks at the same time.
         versions: versions of Python and of packages, which must be equal on all ranks.
         address: address of the interface that leads to the main host.
         shared_bytes: free bytes of the host's shared memory; None: there is none.
@@ -68,7 +68,7 @@ class Checkup:
     """The measurements of all ranks, collected on rank 0.
 
     Attributes:
-        facts: measurements of each rank.
+        facts: what was found on each rank, by rank.
         pairs: measurements between pairs of ranks; with many ranks not of all pairs.
         all_reduce_s: seconds of an all-reduce of 8 MiB over all ranks; None: there is one rank.
     """
@@ -79,11 +79,11 @@ class Checkup:
 
     @property
     def hosts(self) -> list[str]:
-        """Host of each rank."""
+        """Name of the host of each rank, by rank."""
         return [fact.device.host for fact in self.facts]
 
     def disagreements(self) -> list[str]:
-        """Lines of text on what differs between ranks and should not."""
+        """Lines of text for the user on what differs between ranks and should not."""
         lines = []
         for name, value in self.facts[0].versions.items():
             for rank, fact in enumerate(self.facts):
@@ -99,7 +99,11 @@ class Checkup:
         return lines
 
     def cluster(self, name: str) -> ClusterDescription:
-        """The measurements as a description of the cluster, for `plan` and `simulate`."""
+        """Make a description of the cluster for the commands `plan` and `simulate`.
+
+        Args:
+            name: name of the cluster.
+        """
         devices = [fact.device for fact in self.facts]
         unit = devices[0].units_per_s
         return ClusterDescription(
@@ -136,11 +140,11 @@ class Checkup:
 
 
 def check_up() -> Checkup | None:
-    """Measure this rank and its links; all ranks call this together.
+    """Measure this rank and its links to others (collective: all ranks call this together).
 
-    Reads the environment variables ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``,
-    as torchrun sets them, and ``LOCAL_WORLD_SIZE``; without it each rank is taken to be on a host
-    of its own.
+    Reads the environment variables that torchrun sets: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+    ``MASTER_PORT``, and if they are set ``LOCAL_RANK`` (else 0) and ``LOCAL_WORLD_SIZE`` (else 1).
+    Makes a default process group, and destroys it.
 
     Returns:
         On rank 0 the measurements of all ranks; None on all others.
@@ -213,7 +217,11 @@ def _together(rank: int, count: int, device: torch.device) -> Checkup | None:
 
 
 def _pairs(hosts: list[str]) -> list[tuple[int, int]]:
-    """The pairs of ranks to measure; see `_ALL_PAIRS`."""
+    """Return the pairs of ranks to measure; see `_ALL_PAIRS`.
+
+    Args:
+        hosts: name of the host of each rank, by rank.
+    """
     if len(hosts) <= _ALL_PAIRS:
         return list(combinations(range(len(hosts)), 2))
     first = [hosts.index(host) for host in dict.fromkeys(hosts)]

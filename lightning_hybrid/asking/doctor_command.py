@@ -21,7 +21,7 @@ _MOST_PAIRS = 28
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of `lightning-hybrid doctor` to a parser."""
     parser.add_argument(
         "--processes",
         type=int,
@@ -32,7 +32,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command.
+    """Run `lightning-hybrid doctor`: measure on all ranks, and print the results on rank 0.
+
+    Under torchrun, each of its processes runs this as a rank. Otherwise this starts processes of
+    this machine as ranks, and waits for them.
+
+    Args:
+        options: what the parser has made of the command line.
 
     Raises:
         PlanError: the processes do not find each other, or the file cannot be written.
@@ -57,7 +63,15 @@ def _processes(asked: int | None) -> int:
 
 
 def _start(count: int, out: str | None) -> None:
-    """Run this command in `count` processes of this machine, as torchrun would."""
+    """Run `lightning-hybrid doctor` in processes of this machine, as torchrun would; wait for them.
+
+    Args:
+        count: number of processes.
+        out: value of the option ``--out``.
+
+    Raises:
+        PlanError: one of the processes has failed.
+    """
     # port 0 makes the system choose a free one
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -20,7 +20,7 @@ MeasuredRun = dict[str, float]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of `lightning-hybrid fit-model` to a parser."""
     parser.add_argument(
         "runs",
         nargs="+",
@@ -47,10 +47,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command.
+    """Run `lightning-hybrid fit-model`: fit a performance model to tables of runs, and print it.
+
+    Args:
+        options: what the parser has made of the command line.
 
     Raises:
-        PlanError: the table cannot be read, or does not determine the constants of the model.
+        PlanError: a table cannot be read, or the runs do not determine the constants of the model.
     """
     if options.strength < 0:
         raise PlanError(f"--strength {options.strength}: 0 or more is needed")
@@ -80,7 +83,14 @@ def _held_out(
     names: Sequence[str],
     fit_to: Callable[[Sequence[MeasuredRun], Sequence[float]], PerformanceModel],
 ) -> str:
-    """Cross-validate: a sentence with the error on configurations that were held out of a fit."""
+    """Cross-validate the model, and return a sentence on its error on runs that it has not seen.
+
+    Args:
+        rows: the measured runs.
+        times: seconds of a step of each run.
+        names: the factors; runs in which all of them are equal are held out together.
+        fit_to: function that fits a model to runs and their seconds.
+    """
 
     def configuration(index: int) -> list[float]:
         return [rows[index][name] for name in names]
@@ -107,7 +117,14 @@ def _held_out(
 
 
 def _read(paths: Sequence[str]) -> list[MeasuredRun]:
-    """The lines of all tables, with the columns that all tables have."""
+    """Read the lines of all tables, with those columns of numbers that all tables have.
+
+    Args:
+        paths: the CSV files.
+
+    Raises:
+        PlanError: a file cannot be read, has no lines, or a column has numbers and other values.
+    """
     tables = [_read_one(path) for path in paths]
     shared = [name for name in tables[0][0] if all(name in table[0] for table in tables)]
     return [{name: row[name] for name in shared} for table in tables for row in table]

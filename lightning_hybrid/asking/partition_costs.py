@@ -21,15 +21,23 @@ from lightning_hybrid.planning import (
 
 
 class _Seen(Exception):
-    """Raised when the graph of a call is captured, to leave the call before it computes."""
+    """Raised by this module when the graph of a call is captured, so that the call does not run."""
 
 
 def capture_call(
     network: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[NetworkGraph, list[Tensor]]:
-    """Capture a call of a network: its graph, and the input tensors of the call.
+    """Capture the graph of a call of a network; nothing is computed.
 
-    Nothing is computed: modules and tensors may be on the `meta` device.
+    So modules and tensors may be on the `meta` device.
+
+    Args:
+        network: the network.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The graph, and the input tensors of the call in the order in which the graph takes them.
 
     Raises:
         PlanError: the network cannot be captured as one graph, or computes nothing.
@@ -51,7 +59,12 @@ def capture_call(
 
 
 def _refusal(name: str, reason: str) -> str:
-    """The error text for a call that was not captured: its own error, or why it could not be."""
+    """Make the error text for a call that could not be captured.
+
+    Args:
+        name: class of the network.
+        reason: why; if it begins with `FAILS`, the call itself has failed.
+    """
     if reason.startswith(FAILS):
         return f"{name} cannot be called with these inputs: {reason.removeprefix(FAILS)}"
     return (
@@ -69,20 +82,20 @@ def counted_parts(
     *,
     divides_states: bool = False,
 ) -> CostsOf:
-    """Make a function that gives costs from counted FLOPs at a given rate; nothing runs.
+    """Make a function that computes costs of partitions from counted FLOPs; the network never runs.
 
     Times and sizes are taken to be proportional to the size of a micro-batch, and a backward to
     take as long as two forwards. The optimizer step is not counted.
 
     Args:
-        graph: graph of the network.
+        graph: graph of the network, as captured from a call.
         partitions: partitions of the graph.
         flops_per_s: FLOP/s of the device.
         state_bytes: bytes of optimizer state, by name of the parameter.
         divides_states: whether replicas divide the optimizer state.
 
     Returns:
-        The function from the number of samples of a micro-batch to the table of the partitions.
+        A function from the number of samples of a micro-batch to the costs of all partitions.
     """
     counted = count(graph, partitions)
     counted = counted.with_optimizer(partitions, state_bytes, divides=divides_states)
@@ -104,20 +117,21 @@ def measured_parts(
     *,
     divides_states: bool = False,
 ) -> CostsOf:
-    """Make a function that measures costs on this device, for a size of the micro-batch.
+    """Make a function that measures the costs of partitions by running them on a device.
 
     The time of the optimizer step is that of a typical optimizer (`update_s_per_byte`).
 
     Args:
         graph: graph of the network.
         partitions: partitions of the graph.
-        leaves: tensors of `NetworkGraph.bind` for a whole batch.
+        leaves: input tensors of a call with a whole batch, as `capture_call` returns them.
         device: device to measure on.
         state_bytes: bytes of optimizer state, by name of the parameter.
         divides_states: whether replicas divide the optimizer state.
 
     Returns:
-        The function from the number of samples of a micro-batch to the table of the partitions.
+        A function from the number of samples of a micro-batch to the costs of all partitions. It
+        measures once for each number.
     """
     batch = graph.batch_of(leaves) or 1
     rate_s = update_s_per_byte(device)

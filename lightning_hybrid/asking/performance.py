@@ -33,19 +33,20 @@ VERSION = 2
 _POWERS = (0.0, 3.0)
 _EXPONENTS = (-3.0, 3.0)
 _NEGLIGIBLE = 0.01
-"""A factor with less than this fraction of the time, or a smaller exponent, does not matter."""
+"""An intrinsic factor with less than this fraction of the time, or an extrinsic factor with a
+smaller exponent, is said not to matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A factor, whose value in a run counts as `(value / scale)^power`.
+    """A factor of the time of a step, which counts as `weight * (value / scale)^power`.
 
     Attributes:
-        name: key of its value in a run.
-        scale: geometric mean of the values that it was fitted to, in their unit.
-        power: the exponent; of an extrinsic factor, if it is negative, more of it takes less time.
-        weight: what an intrinsic factor adds at `scale`, as a fraction of the mean measured time;
-            1 for extrinsic factors.
+        name: key of the factor's value in a run.
+        scale: geometric mean of the values to which the model was fitted.
+        power: the exponent. If that of an extrinsic factor is negative, more of it takes less time.
+        weight: what an intrinsic factor adds if its value is `scale`, as a fraction of the mean
+            measured time; 1 for extrinsic factors.
     """
 
     name: str
@@ -56,16 +57,16 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class PerformanceModel:
-    """The fitted expression. Times are in seconds.
+    """A fitted model, which predicts the seconds of a step from factors of a run.
 
     Attributes:
-        mean_s: mean of the measured times that it was fitted to.
+        mean_s: mean of the measured seconds to which it was fitted.
         constant: fraction of `mean_s` that depends on no factor.
-        intrinsic: factors of what is computed, such as FLOPs: they add up.
-        extrinsic: factors of how a run is spread, such as the number of devices: they multiply this
-            sum.
+        intrinsic: factors of what is computed, such as FLOPs; their contributions are added.
+        extrinsic: factors of how a run is spread, such as the number of devices; the sum of the
+            intrinsic contributions is multiplied by theirs.
         strength: weight of the regulariser in the fit; 0: none.
-        error: mean absolute relative error on the runs that it was fitted to.
+        error: mean absolute relative error on the runs to which it was fitted.
         version: version of the JSON format.
     """
 
@@ -78,7 +79,10 @@ class PerformanceModel:
     version: int = VERSION
 
     def predict_s(self, run: Mapping[str, float]) -> float:
-        """Predict the seconds of a step from factors by name, in the units of the fit.
+        """Predict the seconds of a step.
+
+        Args:
+            run: the values of all factors by name, in the units of the fit.
 
         Raises:
             PlanError: a factor is missing, or not a finite number of more than 0.
@@ -91,12 +95,20 @@ class PerformanceModel:
         return float(self.mean_s * (self.constant + sum(parts[:count]) * np.prod(parts[count:])))
 
     def error_on(self, runs: Sequence[Mapping[str, float]], times_s: Sequence[float]) -> float:
-        """Mean absolute relative error on given runs, such as those held out of the fit."""
+        """Compute the mean absolute relative error of predictions, such as for runs not fitted to.
+
+        Args:
+            runs: the values of the factors of each run, by name.
+            times_s: measured seconds of a step of each run.
+
+        Raises:
+            PlanError: a factor is missing, or not a finite number of more than 0.
+        """
         predicted = np.array([self.predict_s(run) for run in runs])
         return float(np.mean(np.abs(predicted / np.asarray(times_s) - 1)))
 
     def describe(self) -> str:
-        """A text on how much each factor matters, the most important first."""
+        """Return a text for the user on how much each factor matters, the most important first."""
         lines = [
             f"A step takes {self.mean_s:.3g} s on average; the model is off by {self.error:.1%}."
         ]
@@ -121,11 +133,15 @@ class PerformanceModel:
         return "\n".join(lines)
 
     def to_json(self) -> str:
+        """Return the model as JSON text, which :meth:`load` reads from a file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a model from a file with what `to_json` gives.
+        """Read a model from a file with the text of `to_json`.
+
+        Args:
+            path: the file.
 
         Raises:
             PlanError: the file cannot be read, is no JSON object, or has other fields than a model
@@ -212,13 +228,13 @@ def fit(
 
 
 class _Expression:
-    """The expression with all factors and times scaled, and the fit of its constants.
+    """The expression of the model for scaled factors and times, and the fit of its constants.
 
-    The constants are one vector (c, a_1.., p_1.., q_1..).
+    The constants are one vector (c, a_1.., p_1.., q_1..), with the names of the module's docstring.
 
     Args:
-        logs: (N, factors) logarithms of the scaled factors, the intrinsic ones first.
-        measured: (N,) measured times by their mean.
+        logs: (N, factors) logarithms of the scaled factors in N runs, the intrinsic ones first.
+        measured: (N,) measured times, divided by their mean.
         intrinsic: number of intrinsic factors.
         strength: weight of the regulariser.
     """
@@ -283,7 +299,15 @@ class _Expression:
 
 
 def _table(runs: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
-    """The factors of these names as a table with a row per run, checked to be positive."""
+    """Make an array of the factors of runs, with a row per run and a column per name.
+
+    Args:
+        runs: the values of the factors of each run, by name.
+        names: names of the factors to take.
+
+    Raises:
+        PlanError: a factor is missing, or not a finite number of more than 0.
+    """
     table = np.empty((len(runs), len(names)))
     for number, run in enumerate(runs):
         for column, name in enumerate(names):

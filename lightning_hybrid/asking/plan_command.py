@@ -25,11 +25,11 @@ from lightning_hybrid.report import table
 _SHAPES = "Shapes, the best first"
 _REPLICAS = "Replicas, each with its own share"
 _SHOWN = 8
-"""Number of shapes in the table."""
+"""Largest number of shapes in the table."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of `lightning-hybrid plan` to a parser."""
     add_study_options(parser)
     parser.add_argument("--devices", type=int, help="how many of the cluster's; default: all")
     parser.add_argument("--json", metavar="FILE", help="write the plan, for HybridGabraStrategy")
@@ -37,7 +37,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command.
+    """Run `lightning-hybrid plan`: find the fastest plan for a network on a cluster, and print it.
+
+    Args:
+        options: what the parser has made of the command line.
 
     Raises:
         PlanError: the network, the cluster or the number of devices is refused, or nothing fits.
@@ -86,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _alone(study: Study, best: Shape) -> list[str]:
-    """A line of advice if one device alone is faster than the best shape."""
+    """A line for the user if one device alone is faster than the best shape; else no line."""
     if study.speed_up(best) > 1 or len(best.arrangement.used) == 1:
         return []
     alone = next((shape for shape in study.shapes(1) if shape.fits), None)
@@ -94,7 +97,7 @@ def _alone(study: Study, best: Shape) -> list[str]:
 
 
 def _by_itself(shapes: Sequence[Shape], best: Shape) -> list[str]:
-    """A line on what the Trainer takes where sizes are left open, if that is another shape."""
+    """A line on the shape that the Trainer takes if no sizes are given, unless it is the best."""
     plain = [shape for shape in shapes if shape.plain and shape.fits]
     if best.plain or not plain:
         return []
@@ -106,7 +109,13 @@ def _by_itself(shapes: Sequence[Shape], best: Shape) -> list[str]:
 
 
 def _left_out(study: Study, used: Sequence[int], count: int) -> list[str]:
-    """A line of advice if the best shape leaves out some devices, which are too slow to help."""
+    """A line for the user if the best shape leaves out devices that are too slow; else no line.
+
+    Args:
+        study: the study.
+        used: indices of the cluster's devices that the best shape uses.
+        count: number of devices that it was allowed to use, the first ones of the cluster.
+    """
     left = [k for k in range(count) if k not in used]
     if not left:
         return []
@@ -120,7 +129,16 @@ def _left_out(study: Study, used: Sequence[int], count: int) -> list[str]:
 
 
 def _count(asked: int | None, study: Study) -> int:
-    """Number of devices to plan for: by the option, else the configuration, else the cluster."""
+    """Return the number of devices to plan for.
+
+    Args:
+        asked: value of the option ``--devices``; ``None``: that of the Trainer in the user's
+            configuration, or if there is none all devices of the cluster.
+        study: the study.
+
+    Raises:
+        PlanError: ``asked`` is less than 1.
+    """
     if asked is not None and asked < 1:
         raise PlanError(f"--devices {asked}: at least 1 is needed")
     configured = study.target.trainer.get("devices")
@@ -132,10 +150,15 @@ def _count(asked: int | None, study: Study) -> int:
 
 
 def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
-    """Rows of the table: of shapes that are alike, the first, which is the fastest.
+    """Make the rows of the table of shapes: the fastest of each kind, by column name.
 
-    Alike are those with the same numbers of replicas, stages, and stages per device. Samples of
-    unequal replicas stand beside the number of replicas.
+    Shapes are of one kind if they have equal numbers of replicas, of stages, and of stages per
+    device, and both have equal or both unequal replicas. Samples of unequal replicas stand beside
+    the number of replicas.
+
+    Args:
+        study: the study.
+        shapes: shapes, the fastest first.
     """
     seen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
@@ -165,7 +188,14 @@ def _memory(shape: Shape) -> str:
 
 
 def _replicas(plans: Sequence[Plan], cluster: ClusterDescription) -> list[dict[str, str]]:
-    """Rows of the table of replicas, if they take unequal shares: what each takes and holds."""
+    """Make the rows of the table of replicas, by column name; none if replicas take equal shares.
+
+    A row says how many samples a replica takes, and what memory its stages need.
+
+    Args:
+        plans: the plan as each replica runs it.
+        cluster: the devices that are used, replica by replica.
+    """
     size = plans[0].devices_per_replica
     lines = []
     for replica, (share, plan) in enumerate(zip(plans[0].shares, plans)):
@@ -178,11 +208,11 @@ def _replicas(plans: Sequence[Plan], cluster: ClusterDescription) -> list[dict[s
 
 
 def with_limits(plans: Sequence[Plan], cluster: ClusterDescription) -> Plan:
-    """The plan as its slowest replica runs it, with the memory of the fullest rank of each stage.
+    """Return the plan as its slowest replica runs it, with the memory of each stage's fullest rank.
 
     Args:
         plans: the plan as each replica runs it.
-        cluster: the devices, replica by replica.
+        cluster: the devices that are used, replica by replica.
     """
     plan, limits = max(plans, key=lambda plan: plan.step_s), cluster.memory_limits
     if limits is None or any(row.memory_bytes is None for row in plan.rows):

@@ -14,17 +14,20 @@ _KINDS: dict[str, Callable[[Shape], bool]] = {
     "hybrid": lambda shape: True,
 }
 _MOST_TRIED = 128
-"""Devices up to which every number is tried for a wanted speed-up."""
+"""For a wanted speed-up every number of devices is tried if the cluster has at most so many."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of `lightning-hybrid simulate` to a parser."""
     add_study_options(parser)
     parser.add_argument("--speed-up", type=float, metavar="X", help="wanted, over one device")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command.
+    """Run `lightning-hybrid simulate`: print the predicted speed-up for each number of devices.
+
+    Args:
+        options: what the parser has made of the command line.
 
     Raises:
         PlanError: the network or the cluster is refused, or the network fits on no number of
@@ -54,7 +57,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _row(study: Study, number: int, shapes: list[Shape]) -> list[str]:
-    """The cells of a number of devices, from the shapes that fit on them."""
+    """Make the cells of the table's row for a number of devices.
+
+    Args:
+        study: the study.
+        number: number of devices.
+        shapes: the shapes that fit on so many devices, the fastest first.
+    """
     firsts = [next(filter(is_of, shapes), None) for is_of in _KINDS.values()]
     cells = [str(number), *("-" if s is None else f"{study.speed_up(s):.2f}" for s in firsts)]
     if not shapes:
@@ -64,7 +73,13 @@ def _row(study: Study, number: int, shapes: list[Shape]) -> list[str]:
 
 
 def _answer(study: Study, best: Mapping[int, Shape], wanted: float) -> str:
-    """A sentence with the least number of devices that reach the wanted speed-up."""
+    """Return a sentence for the user with the least number of devices for a wanted speed-up.
+
+    Args:
+        study: the study.
+        best: by number of devices, in ascending order, the fastest shape.
+        wanted: the speed-up over one device.
+    """
     for count, shape in best.items():
         if study.speed_up(shape) >= wanted:
             return (
@@ -81,7 +96,7 @@ def _answer(study: Study, best: Mapping[int, Shape], wanted: float) -> str:
 
 
 def _device_counts(most: int) -> list[int]:
-    """Numbers of devices for a table: all up to 8, then powers of two, and `most`."""
+    """Return the numbers of devices to show: all up to 8, then powers of two, and ``most``."""
     counts = list(range(1, min(most, 8) + 1))
     while counts[-1] * 2 <= most and counts[-1] >= 8:
         counts.append(counts[-1] * 2)

@@ -1,4 +1,7 @@
-"""A network studied on a cluster, for the commands `plan` and `simulate`: shapes by their speed."""
+"""Study a network on a cluster, for the commands `plan` and `simulate`: how fast each shape is.
+
+A shape is the numbers of replicas, devices, stages and micro-batches of a run.
+"""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -33,17 +36,17 @@ from lightning_hybrid.planning import (
 
 @dataclass(frozen=True)
 class Study:
-    """A network, a cluster, and costs of the network's partitions on it.
+    """A network, a cluster, and the costs of the network's partitions on its devices.
 
     Attributes:
-        target: the network.
+        target: the network, as the user has named it.
         cluster: the cluster, with all devices.
         batch: number of samples of a replica in a step.
-        splits: whether the batch can be split into so many micro-batches.
-        costs_of: function from the number of samples of a micro-batch to the table of the
-            partitions.
-        origin: a sentence on the origin of the times.
-        inside: whether backwards may run inside of the network's calls.
+        splits: function that tells whether the batch can be split into a number of micro-batches.
+        costs_of: function from the number of samples of a micro-batch to the costs of all
+            partitions, with times of the cluster's first device.
+        origin: sentences for the user on where the times come from.
+        inside: whether backwards may run inside of the network's calls (schedule ``"1f1b"``).
     """
 
     target: Target
@@ -55,9 +58,12 @@ class Study:
     inside: bool = False
 
     def shapes(self, devices: int) -> list[Shape]:
-        """All ways to use `devices` devices, the best first.
+        """Return all shapes for the first devices of the cluster, the best first; see `Shape`.
 
-        A way is numbers of replicas, devices, stages and micro-batches; see `Shape`.
+        Shapes that do not fit are among them, last.
+
+        Args:
+            devices: number of devices.
         """
         asked = ShapeRequest(
             settings=PlanSettings(schedule=AUTO),
@@ -69,16 +75,19 @@ class Study:
 
     @cached_property
     def one_device_s(self) -> float:
-        """Predicted seconds of a step on the first device alone, even if it does not fit there."""
+        """Predicted seconds of a step on the first device alone.
+
+        The network may need more memory than this device has.
+        """
         return min(shape.step_s for shape in self.shapes(1))
 
     def speed_up(self, shape: Shape) -> float:
-        """Speed-up of a shape over one device, in samples per second (`speedup`, Eq. 14)."""
+        """Samples per second of a shape, divided by those of the first device alone (Eq. 14)."""
         return speedup(self.one_device_s / self.batch, 1 / shape.samples_per_s)
 
 
 def add_study_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of both `plan` and `simulate`: network, cluster, optimizer, measuring."""
+    """Add to a parser the options that the commands `plan` and `simulate` have in common."""
     add_target_options(parser)
     parser.add_argument(
         "--cluster",
@@ -106,7 +115,10 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_study(options: argparse.Namespace) -> Study:
-    """Read the cluster, capture the network, and count or measure its partitions.
+    """Read the cluster, capture the network, and prepare to count or measure its partitions.
+
+    Args:
+        options: what the parser has made of the options of `add_study_options`.
 
     Raises:
         PlanError: an option, the cluster or the network is refused.

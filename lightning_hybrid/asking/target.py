@@ -26,10 +26,11 @@ class Target:
     """A network that the user has named, and how to make it.
 
     Attributes:
-        name: name of the network, as the user has given it.
+        name: name of the network for messages, as the user has given it.
         make: function that builds the network.
-        inputs: shapes and types of the inputs of a call; empty: those of its `example_input_array`.
-        trainer: arguments of the Trainer in the configuration; empty if there is none.
+        inputs: shape and type of each input of a call; empty: those of the network's
+            `example_input_array`.
+        trainer: arguments of the Trainer in the user's configuration; empty: there is none.
     """
 
     name: str
@@ -63,7 +64,13 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_target(options: argparse.Namespace) -> Target:
-    """Find the network that the options name.
+    """Find the network that the user has named; it is not made yet.
+
+    Puts the current folder on ``sys.path``, so that the user's modules are found as with
+    ``python -m``.
+
+    Args:
+        options: what the parser has made of the options of `add_target_options`.
 
     Raises:
         PlanError: they name none, or it does not exist.
@@ -88,7 +95,12 @@ def read_target(options: argparse.Namespace) -> Target:
 
 
 def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
-    """Capture a training call on the meta device, without memory, or with it if that fails.
+    """Capture a call in training mode of a network without memory (on the meta device).
+
+    If that fails, the network is made in memory: see `call_for_real`.
+
+    Args:
+        target: the network.
 
     Returns:
         The graph, and the input tensors of the call.
@@ -110,7 +122,12 @@ def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
 
 
 def call_for_real(target: Target) -> tuple[Any, list[Tensor]]:
-    """Capture a training call of a network that is made in memory, so that it can be measured.
+    """Capture a call in training mode of a network that is made in memory, on the CPU.
+
+    So it can be measured.
+
+    Args:
+        target: the network.
 
     Returns:
         The graph, and the input tensors of the call.
@@ -138,7 +155,11 @@ def call_for_real(target: Target) -> tuple[Any, list[Tensor]]:
 
 
 def make_optimizer(text: str, network: nn.Module) -> Optimizer:
-    """Make an optimizer of all parameters from a text such as `Adam` or `SGD(momentum=0.9)`.
+    """Make an optimizer for all parameters of a network, from the option ``--optimizer``.
+
+    Args:
+        text: the value of the option, such as `Adam` or `SGD(momentum=0.9)`.
+        network: the network.
 
     Raises:
         PlanError: there is no such optimizer, or it does not take these arguments.
@@ -165,7 +186,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _maker(text: str) -> Callable[[], nn.Module]:
-    """The function that makes the network of a text such as `models:ResNet(depth=34)`."""
+    """Return a function that makes the network which a text names, such as `models:Net(depth=34)`.
+
+    Args:
+        text: ``module:name``, with arguments or without; the name is of a class or function that
+            makes a network, or of a network.
+
+    Raises:
+        PlanError: there is nothing of that name, or it makes no network.
+    """
     module, _, call = text.partition(":")
     if not call:
         raise PlanError(f"{text!r} names no network: write package.module:Name, as models:ResNet")
@@ -187,7 +216,15 @@ def _network(made: Any, name: str) -> nn.Module:
 
 
 def _call(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Parse `Name` or `Name(key=value)` into the name and the arguments."""
+    """Parse `Name` or `Name(key=value)` into the name and the keyword arguments.
+
+    Args:
+        text: the text.
+        where: where the user has written it, for the error.
+
+    Raises:
+        PlanError: it is neither.
+    """
     try:
         node = ast.parse(text.strip(), mode="eval").body
         if isinstance(node, ast.Name):
@@ -230,7 +267,19 @@ def _shape(text: str) -> tuple[tuple[int, ...], torch.dtype]:
 def _arguments(
     target: Target, network: nn.Module, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make zeros as arguments of a call of the network; see `Target.inputs`."""
+    """Make arguments for a call of a network: zeros of the shapes and types that it wants.
+
+    Args:
+        target: says the inputs; see `Target.inputs`.
+        network: the network, for its `example_input_array`.
+        device: device for the tensors.
+
+    Returns:
+        Positional and keyword arguments.
+
+    Raises:
+        PlanError: neither the user nor the network says its inputs.
+    """
 
     def like(value: Tensor) -> Tensor:
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
@@ -262,7 +311,16 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _with_class(section: Any, network: str | None, where: str) -> dict[str, Any]:
-    """A section of a configuration, with the command line's class if it has no `class_path`."""
+    """Return a section of a configuration with a `class_path`, added if there is none.
+
+    Args:
+        section: the section.
+        network: the class that the user has named on the command line, to be added.
+        where: name of the section, for the error.
+
+    Raises:
+        PlanError: there is no `class_path`, and no class was named.
+    """
     if isinstance(section, dict) and "class_path" in section:
         return section
     if not network:
@@ -274,7 +332,16 @@ def _with_class(section: Any, network: str | None, where: str) -> dict[str, Any]
 
 
 def _instance(value: Any, where: str) -> Any:
-    """Make the object of a section with `class_path` and `init_args`; nested ones too."""
+    """Make the objects that a value of a configuration describes.
+
+    Args:
+        value: a section with `class_path` and `init_args`, of which an object is made; a list or
+            dict, which may have such sections inside; or any other value, which is returned.
+        where: name of the section, for the error.
+
+    Raises:
+        PlanError: a class does not exist, or does not take these arguments.
+    """
     if isinstance(value, list):
         return [_instance(one, where) for one in value]
     if not isinstance(value, dict):

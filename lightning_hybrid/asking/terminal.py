@@ -12,7 +12,7 @@ _WIDTH = 120
 
 
 def terminal() -> Console:
-    """The console to print to; if it is a file, lines have a fixed width."""
+    """Make the console for standard output; if that is no terminal, lines have a fixed width."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(width=_WIDTH, highlight=False, markup=False)
 

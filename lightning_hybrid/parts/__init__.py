@@ -1,4 +1,4 @@
-"""Parts of a run: each is what a run does only where a user has asked for it."""
+"""Parts of a run: each does something that a run does only where a user has asked for it."""
 
 from lightning_hybrid.parts.choice import parts_of
 from lightning_hybrid.parts.coming_batches import refuse_streaming

@@ -34,25 +34,27 @@ from lightning_hybrid.parts.refused_steps import exchanges_more, steps_otherwise
 from lightning_hybrid.run import Part, Run
 
 ORDER = "asynchronous_order.csv"
-"""File in the Trainer's ``default_root_dir`` that lists the pushes of each update."""
+"""Name of a file in the Trainer's ``default_root_dir`` that lists the pushes of each update."""
 
 _TAG = 2**21  # tag of the wires in the group of the drivers; nothing else uses it
 
 Push = tuple[int, int, int, int]
-"""An applied push: the version that it was applied to, its replica, its number in the replica, and
-the version of the weights that its gradient was computed with."""
+"""An applied push: the version of the weights that it was applied to, its replica, its number among
+the pushes of this replica, and the version of the weights that its gradient was computed with."""
 
 
 class ParameterServer:
-    """The parameter server: the newest weights, and the pushes that are not applied yet.
+    """The parameter server, in the process of replica 0: weights, optimizer and waiting pushes.
 
-    A message of a replica is one tensor: its gradients, flattened; for each parameter whether it
-    has a gradient; and whether this is a push. A tensor of zeros is a fence.
+    Its methods are called from one thread for each replica. A message of a replica is one tensor:
+    its gradients, flattened; then a 1 or 0 for each parameter that has a gradient or none; then a 1
+    for a push. A tensor of zeros is a fence.
 
     Args:
         replicas: number of replicas.
-        bound: largest staleness, in updates.
-        note: called with each push that is applied.
+        bound: largest staleness: how many updates old the weights may be that a replica computes
+            with.
+        note: called with each push when it is applied.
     """
 
     def __init__(self, replicas: int, bound: int, note: Callable[[Push], None]) -> None:
@@ -69,11 +71,11 @@ class ParameterServer:
         self._error: BaseException | None = None
 
     def load(self, optimizer: SGD) -> None:
-        """Begin after a fence: copy the weights of replica 0, which all replicas compute with.
+        """Begin, or begin anew after a fence, with the weights of replica 0, which all have now.
 
         Args:
-            optimizer: optimizer of replica 0. Its state is copied, and later changes of its options
-                are followed.
+            optimizer: optimizer of replica 0. Its parameters and state are copied, and later
+                changes of its options (such as learning rates) are followed.
         """
         with self._changed:
             self._theirs = optimizer
@@ -94,17 +96,26 @@ class ParameterServer:
             self._changed.notify_all()
 
     def await_open(self) -> None:
-        """Wait until :meth:`load` was called.
+        """Wait until :meth:`load` has been called since the last fence.
 
-        A receive begun earlier could time out, in a long evaluation.
+        For a thread that is about to receive a message: a receive that begins earlier could time
+        out, during a long evaluation.
         """
         with self._changed:
             self._wait(lambda: self._open)
 
     def take(self, replica: int, message: Tensor) -> Tensor:
-        """Take a push or a fence of a replica; wait, and return weights for it to go on with.
+        """Take a message of a replica, and return the weights with which it is to go on.
 
-        For a push this waits until it is applied, for a fence until all replicas have come.
+        If the message is a push, this waits until it has been applied; if it is a fence, until all
+        replicas have come to it.
+
+        Args:
+            replica: number of the replica.
+            message: its push or fence.
+
+        Raises:
+            BaseException: what :meth:`end` was given.
         """
         with self._changed:
             # the replica computes with no weights now, so that it delays no update
@@ -125,13 +136,13 @@ class ParameterServer:
             return self._given.pop(replica)
 
     def give_state(self) -> None:
-        """At a fence, copy the home's optimizer state to the optimizer of replica 0."""
+        """Copy the state of the server's optimizer to the optimizer of replica 0, at a fence."""
         for parameter, copy in self._copies.items():
             if copy in self._optimizer.state:
                 self._theirs.state[parameter] = _moved(self._optimizer.state[copy], parameter)
 
     def end(self, error: BaseException) -> None:
-        """Make all threads that wait in the home raise an error."""
+        """Make all threads that wait in this server, or will, raise an error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -142,12 +153,12 @@ class ParameterServer:
             raise self._error
 
     def _follow_options(self) -> None:
-        """Copy the options of replica 0's optimizer, which schedulers may have changed."""
+        """Copy the options of replica 0's optimizer to the server's: schedulers may change them."""
         for ours, theirs in zip(self._optimizer.param_groups, self._theirs.param_groups):
             ours.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _update(self) -> None:
-        """Step the optimizer once with all collected pushes."""
+        """Apply all collected pushes in one optimizer step, and keep weights for their replicas."""
         parameters = list(self._copies.values())
         sizes = [*(p.numel() for p in parameters), len(parameters) + 1]
         self._optimizer.zero_grad()
@@ -171,7 +182,10 @@ class ParameterServer:
 
 
 class AsynchronousReplica(Part):
-    """The part of one replica: a step of its optimizer pushes to the home and reads from it.
+    """The part of a run for one asynchronous replica.
+
+    A step of its optimizer pushes gradients to the parameter server of replica 0 (the *home*), and
+    reads new weights from it.
 
     Args:
         run: the run that is about to begin.
@@ -195,7 +209,17 @@ class AsynchronousReplica(Part):
         self._averages = driver.gradients
 
     def begin_training(self, optimizers: Sequence[Optimizer]) -> None:
-        """From now on the optimizer pushes to the home of the parameters, and reads from it."""
+        """Have the optimizer's steps push gradients to the parameter server, and read weights.
+
+        On replica 0 this starts the server. With one replica it only checks.
+
+        Args:
+            optimizers: the user's optimizers.
+
+        Raises:
+            PlanError: the run does something that replicas would have to do together in a step, or
+                the optimizers do not suit.
+        """
         run = self._run
         for reason in chain(_needs_all(run), _no_plain_steps(run, optimizers)):
             raise PlanError(f"{run.config.replicas!r} {reason}; or use replicas=Equal().")
@@ -228,9 +252,16 @@ class AsynchronousReplica(Part):
         )
 
     def batch_starts(self, batch: Any) -> None:
-        """Begin a batch: handlers of signals wait until the next one, or until a fence.
+        """Run pending handlers of signals, and after a fence have the parameter server begin anew.
 
-        After a fence the home begins again, with the current weights of replica 0.
+        Later signals wait for the next batch or fence. The server begins with the weights that
+        replica 0 has now.
+
+        Args:
+            batch: not used.
+
+        Raises:
+            HybridError: the Trainer has another optimizer than at the beginning.
         """
         if not self._hooks:
             return
@@ -248,7 +279,9 @@ class AsynchronousReplica(Part):
 
     @signals_deferred
     def fence(self) -> None:
-        """Wait for all replicas to come here; then all have the same weights.
+        """Wait for all replicas; then all have the same weights (collective over the drivers).
+
+        If there was no batch since the last fence, this does nothing.
 
         Raises:
             HybridError: it is called in the middle of a step, in which weights must not change.
@@ -270,7 +303,7 @@ class AsynchronousReplica(Part):
             self._report()
 
     def close(self) -> None:
-        """End: put back the optimizer's hooks and the Trainer's loop."""
+        """Remove the hooks from the optimizer, restore the Trainer's loop, and end the server."""
         for hook in self._hooks:
             hook.remove()
         begin_batches_alone(self._trainer, alone=False)
@@ -288,7 +321,14 @@ class AsynchronousReplica(Part):
         return None if "://" in root else Path(root) / ORDER
 
     def _serve(self, replica: int, wire: GroupWire) -> None:
-        """Serve the messages of another replica; runs in a thread on replica 0."""
+        """Pass the messages of another replica to the parameter server, and its answers back.
+
+        Runs in a thread on replica 0 until the server ends.
+
+        Args:
+            replica: number of the other replica.
+            wire: connection to it.
+        """
         home = self._home
         assert home is not None
         try:
@@ -303,7 +343,7 @@ class AsynchronousReplica(Part):
             home.end(error)
 
     def _tell(self, message: Tensor) -> Tensor:
-        """Send a push or a fence to the home, and return the weights that it answers with."""
+        """Send a push or a fence to the parameter server, and return the weights of its answer."""
         if self._home is not None:
             return self._home.take(0, message)
         self._wire.send(message).wait()
@@ -315,7 +355,11 @@ class AsynchronousReplica(Part):
     def _exchange(self, optimizer: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
         """Before a step of the optimizer, run its closure, push gradients and read new weights.
 
-        The step itself then finds no gradients, and changes nothing.
+        A pre-hook of the step, which itself then finds no gradients and changes nothing. Comes to a
+        fence at the last batch of an epoch and at the end of the training.
+
+        Returns:
+            Arguments and keywords for the step; its closure only returns the loss.
         """
         closure, loss = keywords.get("closure"), None
         self._stepping = True
@@ -351,7 +395,10 @@ class AsynchronousReplica(Part):
             parameter.grad = None
 
     def _stepped(self, *_: Any) -> None:
-        """After a step of the optimizer, put this replica's gradients back, for hooks to see."""
+        """After a step of the optimizer, put this replica's gradients back, for hooks to see.
+
+        A post-hook of the step.
+        """
         for parameter, gradient in zip(self._parameters, self._gradients):
             parameter.grad = gradient
 
@@ -362,7 +409,7 @@ class AsynchronousReplica(Part):
             parameter.copy_(part.view_as(parameter))
 
     def _report(self) -> None:
-        """Write the pushes applied since the last fence to the file, and staleness to loggers."""
+        """Append the pushes applied since the last report to `ORDER`, and log their staleness."""
         counts = Counter(version - read for version, _, _, read in self._order)
         if not counts:
             return
@@ -383,7 +430,7 @@ def parameters_of(optimizer: SGD) -> list[Parameter]:
 
 
 def flat(tensors: Any) -> Tensor:
-    """Flatten tensors of one type into one tensor on the CPU."""
+    """Join tensors of one type into one tensor with one dimension, on the CPU."""
     return torch.cat([tensor.detach().to_dense().flatten() for tensor in tensors]).cpu()
 
 
@@ -401,7 +448,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _needs_all(run: Run) -> Iterator[str]:
-    """What replicas would have to agree on."""
+    """Reasons, as parts of an error, why replicas of a run would have to do more together."""
     trainer = run.trainer
     if trainer.gradient_clip_val:
         yield f"clips no gradients: gradient_clip_val={trainer.gradient_clip_val}. Leave it out"
@@ -409,7 +456,7 @@ def _needs_all(run: Run) -> Iterator[str]:
 
 
 def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """Reasons why a run has no plain step in each batch, by an optimizer for partial gradients."""
+    """Reasons, as parts of an error, why a run has no plain step of SGD in each batch."""
     yield from steps_otherwise(run.trainer, "steps once a batch")
     if len(optimizers) != 1:
         yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"

@@ -14,7 +14,7 @@ def parts_of(run: Run) -> list[Part]:
     """Make the parts of a run that trains, in the order in which a driver calls their hooks.
 
     Args:
-        run: that is about to begin on this driver.
+        run: the run, which is about to begin on this driver.
 
     Raises:
         PlanError: a part does not go together with the run.

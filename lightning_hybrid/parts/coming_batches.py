@@ -1,8 +1,8 @@
-"""Streamed schedules run forwards of later batches early: fetch these batches before their turn.
+"""Fetch training batches before their turn, for streamed schedules, which begin forwards early.
 
-The train loader is wrapped: batches are fetched when an early forward is launched, prepared as
-Lightning would (precision, transfer), and handed out in their order when the Trainer asks. All is
-done once per batch, only earlier. An error of the loader is raised when the batch has its turn.
+The train loader is wrapped: a batch is fetched when its early forward is launched, prepared as
+Lightning would (precision, transfer), and handed out when the Trainer asks for it. All is done once
+per batch, only earlier. An error of the loader is raised when the batch has its turn.
 
 On one device, batch t + 1 is fetched after step t: it sees what this step has changed in the data
 set, and draws its random numbers after it. Loader processes have their own copy of the data set and
@@ -32,15 +32,15 @@ from lightning_hybrid.stage import state_buffers
 
 
 class ComingBatch:
-    """A batch that was fetched from the loader.
+    """A batch that was fetched from the loader, possibly before the Trainer has asked for it.
 
     Attributes:
-        raw: the batch as the loader gave it.
-        error: the error that the loader has raised in its place; ``None``: it has not.
+        raw: the batch as the loader gave it; ``None`` once it is prepared.
+        error: the error that the loader has raised instead of giving the batch; ``None``: none.
         handed: whether the Trainer has got the batch.
         is_ready: whether the batch is prepared for the training step.
-        ready: the prepared batch.
-        tensors: the tensors of the prepared batch.
+        ready: the prepared batch; ``None`` before.
+        tensors: the tensors of the prepared batch; empty before.
     """
 
     def __init__(self, raw: Any, error: Exception | None) -> None:
@@ -51,11 +51,11 @@ class ComingBatch:
         self.tensors: Sequence[Tensor] = ()
 
     def make_ready(self, move: Callable[[Any], Any], raw: Any) -> Any:
-        """Prepare the batch for the training step, at the first call; return it.
+        """Return the batch prepared for the training step; only the first call prepares it.
 
         Args:
-            move: prepares a batch.
-            raw: the batch to prepare.
+            move: function that returns a batch prepared, such as moved to the device.
+            raw: the batch to give to ``move``.
         """
         if not self.is_ready:
             self.ready = move(raw)
@@ -67,13 +67,13 @@ class ComingBatch:
 
 
 class Iteration:
-    """An iterator over a loader that can fetch batches ahead.
+    """An iterator over a data loader that can also fetch batches ahead.
 
     A batch *begins* when the Trainer has got it and prepares it for its training step.
 
     Args:
-        loader: the loader.
-        asked: called whenever the next batch is asked for.
+        loader: the data loader.
+        asked: called with this iterator whenever the next batch is asked for.
     """
 
     def __init__(self, loader: Any, asked: Callable[["Iteration"], None]) -> None:
@@ -97,13 +97,20 @@ class Iteration:
         return batch.ready if batch.is_ready else batch.raw
 
     def begin(self) -> ComingBatch | None:
-        """Begin the oldest batch that was handed out: remove and return it; ``None``: no such."""
+        """Remove and return the oldest batch, if the Trainer has got it; ``None``: it has not."""
         if self._batches and self._batches[0].handed:
             return self._batches.popleft()
         return None
 
     def look(self, number: int) -> ComingBatch | None:
-        """The batch of this number, from 0, among those not begun; ``None``: there are fewer."""
+        """Return a batch that has not begun, and fetch it if need be.
+
+        Args:
+            number: its place among those that have not begun, from 0.
+
+        Returns:
+            The batch, whose ``error`` may be set; ``None``: the loader ends before it.
+        """
         while len(self._batches) <= number:
             if not self._fetch():
                 return None
@@ -125,16 +132,18 @@ class Iteration:
 
 
 class ComingLoader:
-    """Wraps the user's loader so that batches can be fetched ahead; all else is delegated to it.
+    """Wraps the user's data loader so that batches can be fetched ahead.
+
+    All attributes but these two are those of the user's loader.
 
     Args:
         loader: the user's loader.
 
     Attributes:
         users_loader: the user's loader.
-        iteration: the iterator that was asked for a batch last. It is the Trainer's when the
-            Trainer prepares a batch, which it does right after asking for one; users may iterate
-            over their loaders too, in callbacks.
+        iteration: the iterator over this loader that was asked for a batch last; ``None``: none
+            was. (Users may iterate over their loaders too, in callbacks. But when the Trainer
+            prepares a batch, it has just asked its own iterator for one.)
     """
 
     _own = frozenset({"users_loader", "iteration"})
@@ -157,7 +166,7 @@ class ComingLoader:
             setattr(self.users_loader, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy or pickle it as a new wrapper of the user's loader."""
+        """Have a copy or pickle become a new wrapper of the user's loader, without iterations."""
         return type(self), (self.users_loader,)
 
     def __len__(self) -> int:
@@ -171,14 +180,14 @@ class ComingLoader:
 
 
 class ComingBatches(Part, Batches):
-    """The batches of a run with a streamed schedule.
+    """The part of a run with a streamed schedule: gives the driver later batches early.
 
     See :class:`lightning_hybrid.driver.streamed_calls.Batches`.
 
     Args:
         trainer: the Trainer.
-        barrier: which batches may be fetched early: those before the optimizer's next ``step``, or
-            those before the end of the ``epoch``.
+        barrier: which batches may be fetched early: ``"step"``: those before the optimizer's next
+            step; ``"epoch"``: those before the end of the epoch.
     """
 
     def __init__(self, trainer: Trainer, barrier: Literal["step", "epoch"]) -> None:
@@ -190,15 +199,18 @@ class ComingBatches(Part, Batches):
         self._in_step = False
 
     def train_loader(self, loader: Any) -> Any:
-        """Wrap a loader, which may be one for a validation if the Tuner makes it."""
+        """Return a wrapper of a data loader, which can fetch batches ahead."""
         return ComingLoader(loader)
 
     def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Begin the batch that the Trainer has got, and prepare it for the training step.
+        """Begin the batch that the Trainer has just got; return it prepared for the training step.
 
         Args:
-            batch: the batch, as the precision plugin has made it.
-            move: moves a batch to the device.
+            batch: the batch, converted by the precision plugin.
+            move: function that returns a batch on the device.
+
+        Raises:
+            NetworkError: batches of the Trainer's loaders cannot be fetched early.
         """
         self._iteration = self._the_loader().iteration
         self._move = move
@@ -207,7 +219,7 @@ class ComingBatches(Part, Batches):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Entered for the training step of each batch: only inside are later batches available."""
+        """Return a context for a training step; only inside does :meth:`ahead` give batches."""
         self._in_step = True
         try:
             yield
@@ -215,11 +227,14 @@ class ComingBatches(Part, Batches):
             self._in_step = False
 
     def ahead(self, count: int) -> ComingBatch | None:
-        """The batch ``count`` after the one that is trained on, which it fetches and prepares.
+        """Fetch and prepare a batch before its turn, and return it.
+
+        Args:
+            count: how many batches after the one that is trained on; 0: that one itself.
 
         Returns:
-            ``None``: no batch is trained on now, or the barrier or the end of the loader comes
-            before that batch, or the loader raises an error for it.
+            The batch; ``None``: no batch is trained on now, or the barrier or the end of the loader
+            comes before the batch, or the loader raises an error for it.
         """
         if not self._in_step or count == 0 or self._begun is None:
             return self._begun if self._in_step else None
@@ -235,7 +250,7 @@ class ComingBatches(Part, Batches):
         return self._move(self._trainer.precision_plugin.convert_input(raw))
 
     def _room(self) -> float:
-        """Number of batches after the current one that come before the barrier."""
+        """Number of batches after the current one that may be fetched: up to barrier and end."""
         trainer = self._trainer
         number, window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
         room = trainer.num_training_batches - 1 - number
@@ -247,10 +262,11 @@ class ComingBatches(Part, Batches):
         return room
 
     def _the_loader(self) -> ComingLoader:
-        """The wrapped train loader.
+        """Return the Trainer's train loader, which this part has wrapped.
 
         Raises:
-            NetworkError: there are several loaders, or it has no loader processes, or a state.
+            NetworkError: there are several loaders; or it makes batches in this process; or it has
+                a state of its own for checkpoints.
         """
         loader = self._trainer.train_dataloader
         if not isinstance(loader, ComingLoader):
@@ -277,10 +293,12 @@ class ComingBatches(Part, Batches):
 
 
 class PlainDescent(Part):
-    """A schedule whose formulas are those of gradient descent without momentum.
+    """The part of a run that refuses other optimizers than SGD without momentum and weight decay.
+
+    It is for schedules whose formulas are those of plain gradient descent.
 
     Args:
-        schedule: the argument.
+        schedule: the argument ``schedule`` as text, for the error.
     """
 
     def __init__(self, schedule: str) -> None:
@@ -298,13 +316,16 @@ class PlainDescent(Part):
 
 
 def refuse_streaming(run: Run) -> None:
-    """Refuse what contradicts a streamed schedule, whose forwards begin before their batch.
+    """Refuse what contradicts a streamed schedule, which begins forwards of later batches early.
 
-    What only the network's first call shows is refused in that call: see
-    :mod:`lightning_hybrid.driver.streamed_calls`.
+    With another schedule, one stage, or no training nothing is refused. What only the network's
+    first call shows is refused in that call: see :mod:`lightning_hybrid.driver.streamed_calls`.
 
     Args:
-        run: that is about to begin.
+        run: the run, which is about to begin.
+
+    Raises:
+        PlanError: something contradicts the schedule.
     """
     schedule = run.config.streamed
     if schedule is None or not run.fitting or run.world.coordinates.ranks_per_replica == 1:
@@ -319,7 +340,7 @@ def refuse_streaming(run: Run) -> None:
 
 
 def _unknown_batches(run: Run) -> Iterator[str]:
-    """Why it is not known what later batches are, and when they step."""
+    """Reasons, as parts of an error, why later batches or their steps are not known beforehand."""
     module = run.trainer.lightning_module
     if not module.automatic_optimization:
         yield (
@@ -343,7 +364,7 @@ def _unknown_batches(run: Run) -> Iterator[str]:
 
 
 def _waits_for_each_send(run: Run) -> Iterator[str]:
-    """Why a rank cannot send before the next one is about to receive."""
+    """Reasons, as parts of an error, why a rank cannot send before the next one receives."""
     blocks = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
     if blocks and run.world.mesh.backend == "nccl":
         yield (
@@ -353,7 +374,12 @@ def _waits_for_each_send(run: Run) -> Iterator[str]:
 
 
 def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
-    """Why stages could not run ahead, or not with the right weights and buffers."""
+    """Reasons, as parts of an error, why stages that run ahead lack the right weights or buffers.
+
+    Args:
+        run: the run.
+        schedule: its streamed schedule.
+    """
     config = run.config
     if config.several_stages_per_device:
         yield "each device must have one stage. Use Search(contiguous=True), or such a plan"

@@ -9,10 +9,12 @@ from lightning_hybrid.worker import BUSY
 
 
 class StepWatcher(Part):
-    """Base of parts that measure training steps, maybe in windows without validations.
+    """Base class of parts that measure how long devices compute in training.
+
+    A subclass may set ``_window``; it is then paused during validations.
 
     Args:
-        run: that is about to begin.
+        run: the run, which is about to begin.
     """
 
     _window: "Window | None" = None
@@ -26,12 +28,13 @@ class StepWatcher(Part):
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget what was measured before: stages are new."""
+        """Forget what was measured; called when a run begins, and when stages are cut anew."""
 
     def busy_s(self) -> Sequence[float]:
-        """Return the seconds that devices 1, 2, ... and 0, the driver's, have computed in the run.
+        """Return the seconds that each device of this replica has computed since the run began.
 
-        Workers carry out earlier commands first.
+        The order is that of ``pp_rank`` 1, 2, ... (workers), then 0 (the driver). Workers answer
+        when they have carried out earlier commands.
         """
         watch = self._run.stopwatch
         return [] if watch is None else [*self._driver.reports(BUSY), watch.read()]
@@ -46,14 +49,14 @@ class StepWatcher(Part):
 
 
 class Window:
-    """What training batches that follow each other take, without pauses between them.
+    """Measures a stretch of training batches, from its creation on; pauses do not count.
 
     Args:
-        meter: returns the seconds that each device has computed in the run.
+        meter: returns the seconds that each device has computed since the run began.
 
     Attributes:
-        wall_s: seconds that have passed, up to the last `pause`.
-        busy_s: seconds that each device has computed in them.
+        wall_s: seconds that have passed up to the last :meth:`pause`, which updates it.
+        busy_s: seconds that each device has computed in this time, in the order of ``meter``.
     """
 
     def __init__(self, meter: Callable[[], Sequence[float]]) -> None:
@@ -64,7 +67,7 @@ class Window:
         self.resume()
 
     def pause(self) -> None:
-        """From now on nothing counts."""
+        """Add what has passed since the last :meth:`resume`, and count nothing from now on."""
         if self._since is not None:
             now = self._meter()
             self.busy_s = _sum(self.busy_s, [b - a for a, b in zip(self._before, now)])
@@ -72,7 +75,7 @@ class Window:
             self._since = None
 
     def resume(self) -> None:
-        """Training goes on after a pause."""
+        """Count again after a pause."""
         if self._since is None:
             self._before = self._meter()
             self._since = time.perf_counter()

@@ -1,7 +1,8 @@
-"""Replicas that go on without a lost one (``BySpeed(on_loss="continue")``), seen from a driver.
+"""Let replicas go on when another one is lost (``BySpeed(on_loss="continue")``): the driver's part.
 
-:mod:`lightning_hybrid.comm.survivors` decides about the averages of a step. Each driver tells the
-others with these averages whether it was told to end, so that all end in the same step.
+:mod:`lightning_hybrid.comm.survivors` decides who takes part in the averages of a step. With these
+averages each driver tells the others whether it has received SIGTERM, so that all end in the same
+step.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -20,12 +21,12 @@ from lightning_hybrid.run import Part, Run
 
 
 class LostReplicas(Part):
-    """Lets the Trainer go on when a replica is lost.
+    """The part of a run that lets the Trainer go on when a replica is lost.
 
     Args:
-        run: that is about to begin.
-        left: the replicas that are left.
-        say: is told which ones are lost.
+        run: the run, which is about to begin.
+        left: the replicas that are left, as they are known in this run.
+        say: called with the numbers of the replicas that are lost, to tell the user.
     """
 
     agrees_to_end = True
@@ -51,7 +52,7 @@ class LostReplicas(Part):
             tell_to_end(self._trainer)
 
     def last_batch_is_over(self) -> None:
-        """From now on a lost rank ends the run."""
+        """Have a lost rank end the run from now on."""
         self._survivors.end()
 
     def close(self) -> None:
@@ -59,14 +60,14 @@ class LostReplicas(Part):
 
 
 def survives_losses(run: Run, *, scripted: bool) -> bool:
-    """Whether replicas go on in this run when one is lost.
+    """Whether the other replicas are to go on in this run when one is lost.
 
     Args:
-        run: that is about to begin.
+        run: the run, which is about to begin.
         scripted: whether the script starts the processes of all ranks itself.
 
     Raises:
-        PlanError: they were asked to, and cannot.
+        PlanError: the user has asked for it, and it is not possible in this run.
     """
     if not run.config.goes_on or not run.fitting:
         return False
@@ -76,7 +77,12 @@ def survives_losses(run: Run, *, scripted: bool) -> bool:
 
 
 def _loses_a_replica(run: Run, scripted: bool) -> Iterator[str]:
-    """Why a lost replica would be more than one that is missing in the averages of a step."""
+    """Reasons, as parts of an error, why this run cannot go on without a lost replica.
+
+    Args:
+        run: the run.
+        scripted: whether the script starts the processes of all ranks itself.
+    """
     trainer, replicas = run.trainer, run.world.coordinates.replicas
     if replicas == 1:
         yield "needs another replica to go on with, and there is one. Use data_parallel_size=2"

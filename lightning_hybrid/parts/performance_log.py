@@ -34,10 +34,12 @@ from lightning_hybrid.stage import bubble, serial_s
 
 
 class PerformanceLog(StepWatcher):
-    """Logs each plan once, and the performance of windows of ``Trainer(log_every_n_steps)`` steps.
+    """The part of a run that logs each plan once, and its performance every so many steps.
+
+    The steps between two values are those of ``Trainer(log_every_n_steps)``.
 
     Args:
-        run: that is about to begin, whose Trainer has the loggers.
+        run: the run, which is about to begin; its Trainer has the loggers.
     """
 
     def __init__(self, run: Run) -> None:
@@ -46,7 +48,7 @@ class PerformanceLog(StepWatcher):
         self._known: set[str] = set()  # names of the networks whose plans are logged
 
     def begin_anew(self) -> None:
-        """Stages are cut at other places, or it is the beginning: networks are captured first."""
+        """Forget what was measured so far, and leave out the next step, which captures networks."""
         self._first_step: int | None = None
         self._window = None
         self._begun = self._samples = 0  # first step of the window, samples in it
@@ -56,7 +58,7 @@ class PerformanceLog(StepWatcher):
         self._all_s = 0.0
 
     def batch_starts(self, batch: Any) -> None:
-        """Log new plans, and the window, if it has enough steps; count the samples of the batch."""
+        """Log new plans, and the performance if enough steps are over; count the samples."""
         self._log_plans()
         step = self._trainer.global_step
         every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -76,7 +78,7 @@ class PerformanceLog(StepWatcher):
             self._samples += first_size(batch) or 0
 
     def training_ends(self) -> None:
-        """Log the last window, which may have fewer steps; further fits of the Tuner may follow."""
+        """Log the performance of the last steps, and add a line to the table of runs."""
         self._log_plans()
         step = self._trainer.global_step
         if self._window is not None and step > self._begun:
@@ -106,7 +108,7 @@ class PerformanceLog(StepWatcher):
             logger.log_metrics(values, step=step - 1)  # with the number of the window's last step
 
     def _log_start(self, step: int) -> None:
-        """Log how long the work before the first step took."""
+        """Log the seconds of each piece of work before the first step, unless logged already."""
         spent = self._run.progress.seconds
         # (a description ends with the name of the network)
         values = {f"hybrid/start/{'_'.join(what.split()[:-1])}_s": s for what, s in spent.items()}

@@ -1,4 +1,4 @@
-"""Reasons to refuse a run that several parts have in common."""
+"""Reasons for which several parts refuse a run."""
 
 from collections.abc import Iterator
 
@@ -8,11 +8,11 @@ from lightning_hybrid.stage import state_buffers
 
 
 def steps_otherwise(trainer: Trainer, once: str) -> Iterator[str]:
-    """Reasons why optimizers would not step once in each batch.
+    """Yield reasons, as parts of an error, why optimizers would not step once in each batch.
 
     Args:
-        trainer: Lightning's.
-        once: what is done once a batch, for the reason.
+        trainer: the Trainer.
+        once: what a part does once in each batch, as the beginning of the reason.
     """
     if not trainer.lightning_module.automatic_optimization:
         yield f"{once}. Use automatic_optimization=True"
@@ -25,7 +25,7 @@ def steps_otherwise(trainer: Trainer, once: str) -> Iterator[str]:
 
 
 def exchanges_more(run: Run) -> Iterator[str]:
-    """What replicas would exchange in a step beside gradients."""
+    """Yield reasons, as parts of an error, why replicas would exchange more than gradients."""
     if scalers_of(run.precision):
         yield "has no scale of the loss (precision='16-mixed'). Use 'bf16-mixed'"
     if run.synchronised:

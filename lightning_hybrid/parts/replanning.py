@@ -1,8 +1,8 @@
-"""New cuts at an epoch for a device that stays slower than planned (``replan="epoch"``).
+"""New cuts when an epoch begins, if a device stays slower than planned (``replan="epoch"``).
 
 All drivers measure the devices of their replicas, in windows of batches. When an epoch begins they
-tell each other the last of these; a stage is as slow as the slowest device that has it. Replica 0
-decides, and all hear. What follows from a decision is the session's matter.
+tell each other the last windows; a stage is as slow as the slowest device that has it. Replica 0
+decides, and tells all drivers. The session then cuts the stages anew.
 """
 
 from collections import deque
@@ -18,28 +18,30 @@ from lightning_hybrid.planning import Plan
 from lightning_hybrid.run import Run
 
 FIRST = 3
-"""Batches that are not looked at: networks are captured and caches filled in them."""
+"""First batches that are not measured: networks are captured and caches filled in them."""
 WINDOW = 10
-"""Batches of a window."""
+"""Number of batches of a window."""
 WINDOWS = 2
-"""So many windows a device must be slow in."""
+"""Number of windows in a row in which a device must be slow."""
 SLOWER = 1.5
-"""So many times longer than planned, compared with the device that is nearest to its plan."""
+"""A device is slow if it takes more than so many times its planned time, where the time of the
+device nearest to its plan counts as planned."""
 OF_A_BATCH = 0.2
-"""A device that is behind by a smaller share of a batch's time costs little."""
+"""A device is slow only if it is behind its plan by more than this share of a batch's time."""
 
 WORTHWHILE = 1.1
-"""So many times shorter the predicted step must be for new cuts. To cut anew costs some seconds,
-and speeds of processors that are measured at two times differ by a tenth without any reason."""
+"""New cuts are used only if the predicted step becomes so many times shorter. To cut anew costs
+some seconds, and speeds of processors, measured twice, differ by a tenth without any reason."""
 
 
 @dataclass(frozen=True)
 class BusyWindow:
-    """Measured times of the batches of a window, per batch.
+    """Measured times of a window of batches, as means of a batch.
 
     Attributes:
-        busy_s: seconds that each device of a replica has computed, the driver's first.
-        wall_s: seconds that passed.
+        busy_s: seconds that each device of a replica has computed, by ``pp_rank`` (the driver's
+            device first).
+        wall_s: seconds that have passed.
     """
 
     busy_s: Sequence[float]
@@ -48,12 +50,13 @@ class BusyWindow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A window beside the plan.
+    """The measured times of a window, compared with those of the plan.
 
     Attributes:
-        times: how many times longer than planned each device has computed.
-        device: the one that costs most by being behind the device that is nearest to its plan.
-        is_slow: whether it is so far behind that it matters.
+        times: how many times longer than planned each device has computed, by ``pp_rank``.
+        device: ``pp_rank`` of the device that is most seconds behind its plan, where the device
+            nearest to its plan counts as on time.
+        is_slow: whether that device is so far behind that it matters.
     """
 
     times: Sequence[float]
@@ -62,7 +65,15 @@ class Comparison:
 
     @classmethod
     def of(cls, plan: Plan, window: BusyWindow) -> "Comparison | None":
-        """``None``: a device had nothing to do, so that nothing can be compared."""
+        """Compare the times of a window with a plan.
+
+        Args:
+            plan: the plan in force.
+            window: the measured times.
+
+        Returns:
+            The comparison; ``None``: some device had nothing to do, so that none can be compared.
+        """
         found, planned = window.busy_s, planned_busy_s(plan)
         if not min(*found, *planned) > 0:
             return None
@@ -76,24 +87,28 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """How many times slower that device is, compared with the others, than planned."""
+        """How many times slower than planned ``device`` is, if the one nearest to its plan is 1."""
         return self.times[self.device] / min(self.times)
 
     def speeds(self, plan: Plan) -> list[float]:
-        """Speeds of the devices, by their index in the replica."""
+        """Relative speeds of the devices by ``pp_rank``, as planned but corrected by the window.
+
+        Args:
+            plan: the plan in force.
+        """
         capacities, usual = plan.capacities or (1.0,) * len(self.times), min(self.times)
         return [capacity * usual / time for capacity, time in zip(capacities, self.times)]
 
 
 class Replanning(StepWatcher):
-    """Finds out whether stages should be cut at other places.
+    """The part of a run that measures devices, and finds new cuts if one stays slower than planned.
 
     Devices are compared with each other, since a network that is called twice in a step takes twice
-    as long everywhere.
+    as long on all of them.
 
     Args:
-        run: whose plans are in force.
-        say: shows a line to the user, once for all replicas.
+        run: the run, which has the plans in force.
+        say: prints a line for the user, once for all replicas.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
@@ -104,13 +119,13 @@ class Replanning(StepWatcher):
         self._why = ""  # of replica 0, for what is said of the decision
 
     def begin_anew(self) -> None:
-        """Forget all measurements so far."""
+        """Forget what was measured so far."""
         self._batches = 0  # of the window, or before the first
         self._window = None
         self._windows: deque[BusyWindow] = deque(maxlen=WINDOWS)
 
     def batch_starts(self, batch: Any) -> None:
-        """Measure one window of training batches after the other."""
+        """Count a training batch; if it fills the window of measurements, begin another window."""
         if not self._is_comparable:
             return
         self._batches += 1
@@ -125,15 +140,15 @@ class Replanning(StepWatcher):
 
     @property
     def _is_comparable(self) -> bool:
-        """Whether there is one network, with the seconds of each of its stages."""
+        """Whether measured times can be compared: one network, with planned seconds per stage."""
         plans = [*self._run.plans.values()]
         timed = plans and all(row.backward_s is not None for row in plans[0].rows)
         return bool(timed and plans[0].rows and len(plans) == 1)
 
     def new_plans(self) -> dict[str, Plan]:
-        """At the first batch of another epoch: the plans to go on with (collective).
+        """Return plans with new cuts, at the first batch of an epoch (collective over the drivers).
 
-        Empty: the plans in force are good enough.
+        Empty: the plans in force are good enough, or no new epoch has begun.
         """
         before, self._epoch = self._epoch, self._run.trainer.current_epoch
         if self._epoch == before:
@@ -151,7 +166,7 @@ class Replanning(StepWatcher):
         """Tell the user whether new plans are used.
 
         Args:
-            plans: that were found.
+            plans: the new plans, by name of the network.
             reason: why they cannot be used; empty: they are used from now on.
         """
         for name, plan in plans.items():
@@ -173,10 +188,10 @@ class Replanning(StepWatcher):
             )
 
     def _decide(self, measured: Sequence[Sequence[BusyWindow]]) -> dict[str, Plan]:
-        """On replica 0: see :meth:`new_plans`.
+        """On replica 0, find plans for :meth:`new_plans`; tell the user why cuts stay, if they do.
 
         Args:
-            measured: by replica the last windows.
+            measured: for each replica its last windows, the oldest first.
         """
         if len(self._run.plans) > 1 and "several" not in self._said:
             self._said.add("several")
@@ -213,7 +228,12 @@ class Replanning(StepWatcher):
         return {name: best}
 
     def _rank(self, measured: Sequence[Sequence[BusyWindow]], device: int) -> str:
-        """The rank of the slowest of the devices that have the same stage."""
+        """Name, as ``rank N``, the slowest of the devices with the same place in their replicas.
+
+        Args:
+            measured: for each replica its last windows.
+            device: the place, as ``pp_rank``.
+        """
         here = self._run.world.coordinates
         of_replicas = [windows[-1].busy_s[device] for windows in measured]
         index = of_replicas.index(max(of_replicas)) * here.ranks_per_replica + device
@@ -222,7 +242,7 @@ class Replanning(StepWatcher):
 
 
 def _slowest(windows: Sequence[BusyWindow]) -> BusyWindow:
-    """One window for all replicas: each device with the time of its slowest replica.
+    """Merge windows of all replicas: for each ``pp_rank`` the time of the slowest replica's device.
 
     All replicas wait for the slowest device of a stage.
     """
@@ -235,7 +255,10 @@ def _shown(plan: Plan) -> str:
 
 
 def planned_busy_s(plan: Plan) -> list[float]:
-    """Planned seconds of computation of each device per batch, by its index in the replica."""
+    """Compute the planned seconds for which each device of a replica computes, by ``pp_rank``.
+
+    They are for one batch of the replica.
+    """
     seconds = [0.0] * plan.devices_per_replica
     for copies, row in zip(plan.owners, plan.rows):
         of_each = (row.forward_s or 0.0) + (row.backward_s or 0.0)

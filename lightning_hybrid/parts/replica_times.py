@@ -1,4 +1,4 @@
-"""How fast each replica works on its samples, as it was measured while it trained."""
+"""Measure in training how fast each replica works on its samples."""
 
 import statistics
 import time
@@ -7,21 +7,22 @@ from collections.abc import Callable, Sequence
 import torch
 
 FIRST = 3
-"""Batches of a run that are not looked at: networks are captured and caches filled in them."""
+"""First batches of a run that are not measured: networks are captured and caches filled in them."""
 FEWEST = 5
-"""Batches of an epoch from which speeds are told."""
+"""Speeds are computed from at least so many batches."""
 
 
 class ReplicaTimes:
-    """Measures this replica, and keeps what all replicas have measured.
+    """Measures the batches of this replica, and keeps the measurements of all replicas.
 
-    A batch takes from its arrival to the end of its last backward; the averaging of gradients, for
-    which all replicas wait, comes later. (On a GPU events are recorded, and nobody waits for them:
-    a batch that is not over when the next but one comes is left out.)
+    The time of a batch is that from its arrival to the end of its last backward. The averaging of
+    gradients, for which all replicas wait, comes later and is left out. (On a GPU events are
+    recorded, and nobody waits for them: a batch that is not over when the next one arrives is left
+    out.)
 
     Args:
-        device: of the driver of this replica.
-        is_last: whether the batch that is trained on is the last one of its epoch.
+        device: device of the driver of this replica.
+        is_last: function that tells whether the current batch is the last one of its epoch.
 
     Attributes:
         is_last: as given.
@@ -36,21 +37,21 @@ class ReplicaTimes:
         self._seconds: list[Sequence[float]] = []
 
     def batch_arrives(self) -> float:
-        """A batch is about to be trained on. Returns the seconds of the one before; 0: unknown."""
+        """Begin to time a batch; return the seconds of the batch before (0: not known)."""
         before = self._of_last()
         self._begun = self._now()
         self._ended = None
         return before
 
     def backward_is_over(self) -> None:
-        """A backward of the batch is over, maybe its last one."""
+        """Note the time at the end of a backward; the last one of a batch counts as its end."""
         self._ended = self._now()
 
     def note(self, seconds: Sequence[float]) -> None:
-        """All replicas have told what they have measured.
+        """Keep what all replicas have measured for a batch, for :meth:`speeds`.
 
         Args:
-            seconds: (R,) for a sample of each replica; 0: unknown.
+            seconds: for each of the R replicas, the seconds for one sample; 0: not known.
         """
         if self._left_out:
             self._left_out -= 1
@@ -59,7 +60,10 @@ class ReplicaTimes:
             self._seconds.append(seconds)
 
     def speeds(self) -> tuple[float, ...] | None:
-        """Samples a second of each replica since this was asked last; None: too few batches."""
+        """Return the samples per second of each replica, and forget the measurements.
+
+        They are medians over the batches since the last call; ``None``: these were too few.
+        """
         rows, self._seconds = self._seconds, []
         if len(rows) < FEWEST:
             return None

@@ -30,11 +30,13 @@ FILE_NAME = "hybrid_runs.csv"
 
 
 def add_run(run: Run, measured: Mapping[str, float]) -> None:
-    """Add the line of a fit to the table; if it cannot be written, that is only logged.
+    """Add the line of a fit to ``hybrid_runs.csv``; if it cannot be written, print a message.
+
+    Nothing is added in a trial (``fast_dev_run``), or if ``default_root_dir`` is a URL.
 
     Args:
         run: the fit.
-        measured: the columns ``batch_samples`` and ``step_s``.
+        measured: values of the columns ``batch_samples`` and ``step_s``.
     """
     trainer = run.trainer
     plans = run.plans.values()
@@ -64,7 +66,11 @@ def add_run(run: Run, measured: Mapping[str, float]) -> None:
 
 
 def append_line(path: Path, line: Mapping[str, float | None]) -> None:
-    """Add a line to a table; make the table if it does not exist.
+    """Add a line to a CSV file; if it does not exist, make it, with a head of names.
+
+    Args:
+        path: the file.
+        line: the values by name of their column; ``None`` is an empty cell.
 
     Raises:
         PlanError: the file has other columns.

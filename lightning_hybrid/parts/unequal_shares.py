@@ -30,15 +30,17 @@ from lightning_hybrid.run import Part, Run
 
 
 class DealtBatches:
-    """The parts that one replica has of the global batches of an epoch (a batch sampler).
+    """A batch sampler that yields one replica's part of each global batch of an epoch.
 
     All replicas go through the same order of all samples. Replica r takes its share of each global
-    batch, behind those of the replicas before it; every sample is in one batch of one replica.
+    batch, behind the shares of the replicas before it; so every sample is in one batch of one
+    replica.
 
     Args:
-        shares: of the replicas.
-        loader: the user's, by whose batch size and ``drop_last`` batches are made.
-        sampler: gives the order of all samples, the same on all replicas.
+        shares: the shares of the replicas.
+        loader: the user's data loader, whose ``batch_size`` (times the number of replicas) and
+            ``drop_last`` decide on the global batches.
+        sampler: gives the order of all samples, which must be the same on all replicas.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class DealtBatches:
 
     @property
     def batch_size(self) -> int:
-        """Samples of this replica in a full batch."""
+        """Number of samples that this replica has of a full global batch."""
         return len(self._shares.part(self.whole, self._shares.speeds))
 
     def _sizes(self) -> list[int]:
@@ -84,16 +86,17 @@ class DealtBatches:
 
 
 class UnequalShares(Part):
-    """Deals samples to the replicas by their speed, and weighs what they find.
+    """The part of a run that deals samples to the replicas by their speed, and weighs their losses.
 
     Args:
-        run: with several replicas, which is about to begin.
+        run: the run, which is about to begin, with several replicas.
 
     Attributes:
-        speeds: (R,) of the replicas, relative to each other.
+        speeds: speed of each of the R replicas, relative to the others.
 
     Raises:
-        PlanError: batch statistics are taken over replicas whose micro-batches may not meet.
+        PlanError: batch statistics are to be taken over the replicas, of which some may have fewer
+            micro-batches than others.
     """
 
     def __init__(self, run: Run) -> None:
@@ -130,21 +133,28 @@ class UnequalShares(Part):
 
     @property
     def _living(self) -> Sequence[int]:
-        """Numbers of the replicas that are left."""
+        """Numbers (``dp_rank``) of the replicas that are left."""
         return self._survivors.living if self._survivors else range(len(self.speeds))
 
     def part(self, size: int, speeds: Sequence[float]) -> range:
-        """Which samples of a global batch of this size are this replica's, at such speeds."""
+        """Return the places in a global batch whose samples are this replica's.
+
+        Args:
+            size: number of samples of the global batch.
+            speeds: relative speed of each replica, lost ones included.
+        """
         living = self._living
         place = living.index(self._replica)
         ends = list(accumulate(share_samples(size, [speeds[r] for r in living]), initial=0))
         return range(ends[place], ends[place + 1])
 
     def position(self, batches: int) -> tuple[int, int]:
-        """Which epoch begins, and how many of its batches were trained on before a restart.
+        """Return the number of the epoch that begins, and how many of its batches are done already.
+
+        Some may be done if the run goes on from a checkpoint.
 
         Args:
-            batches: number of batches of an epoch.
+            batches: number of batches of an epoch, before the Trainer's limit.
         """
         loop: Any = self._trainer.fit_loop  # (whose annotations are of narrower classes)
         limit = self._trainer.limit_train_batches
@@ -155,13 +165,15 @@ class UnequalShares(Part):
         return loop.epoch_progress.current.processed + over, done
 
     def train_loader(self, loader: Any) -> Any:
-        """A train loader that gives this replica its share of the samples.
+        """Return a train loader that gives this replica its share of the samples.
 
         Args:
-            loader: that Lightning has given a ``DistributedSampler``.
+            loader: a loader to which Lightning has added a ``DistributedSampler``. Another one is
+                returned as it is, and a line says so.
 
         Raises:
-            PlanError: the loader makes batches in a way of its own, or too small ones.
+            PlanError: the loader has a batch sampler of its own, or its batches are too small to be
+                divided.
         """
         sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
         if not isinstance(loader, DataLoader) or not isinstance(sampler, DistributedSampler):
@@ -184,11 +196,14 @@ class UnequalShares(Part):
         return rebuilt_loader(loader, batches)
 
     def _refuse(self, loader: DataLoader[Any], count: int) -> None:
-        """Refuse a loader whose batches cannot be divided.
+        """Refuse a data loader whose batches cannot be divided by speed.
 
         Args:
-            loader: the user's.
-            count: samples in its data set.
+            loader: the user's loader.
+            count: number of samples in its data set.
+
+        Raises:
+            PlanError: its batches cannot be divided.
         """
         replicas, size = len(self.speeds), loader.batch_size
         if type(loader.batch_sampler) is not BatchSampler or size is None:
@@ -206,14 +221,16 @@ class UnequalShares(Part):
             )
 
     def batch_starts(self, batch: Any) -> None:
-        """Tell the other replicas what a batch weighs.
+        """Begin to tell the other replicas what this replica's batch weighs (collective).
+
+        The weight is the number of samples, or what the user's ``hybrid_weight`` returns.
 
         Args:
-            batch: of this replica.
+            batch: the batch of this replica.
 
         Raises:
-            PlanError: ``training_step`` takes an iterator, whose batches nobody has seen; or the
-                tensors of a batch do not tell how many samples it has.
+            PlanError: ``training_step`` takes an iterator, so that there is no batch to weigh yet;
+                or the tensors of the batch do not tell how many samples it has.
         """
         if isinstance(batch, Iterator):
             raise PlanError(
@@ -242,7 +259,10 @@ class UnequalShares(Part):
         self._hear()
 
     def _hear(self) -> None:
-        """Wait for what the other replicas have told of this batch, before it is over."""
+        """Wait for the weights of the other replicas' batches, if they have not come yet.
+
+        At the last batch of an epoch this may also change the shares for the next one.
+        """
         if self._work is None:
             return
         wait(self._work, ANOTHER_REPLICA)
@@ -253,7 +273,7 @@ class UnequalShares(Part):
                 self._share_anew(self._times.speeds())
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
-        """Scale the loss so that gradients, averaged over the replicas, are the global batch's."""
+        """Scale a loss so that gradients, averaged over the replicas, are the global batch's."""
         if self._survivors is not None:
             return loss * self._survivors.weight
         self._hear()
@@ -266,7 +286,11 @@ class UnequalShares(Part):
             self._times.backward_is_over()
 
     def _samples(self, batch: Any) -> int:
-        """The first dimension of all tensors of a batch."""
+        """Return the number of samples of a batch, which is the first size of all its tensors.
+
+        Raises:
+            PlanError: the tensors have several first sizes, or there is none.
+        """
         sizes = sorted({len(tensor) for _, tensor in tensors_in(batch) if tensor.ndim})
         if len(sizes) != 1:
             module = self._trainer.lightning_module
@@ -279,7 +303,12 @@ class UnequalShares(Part):
         return sizes[0]
 
     def _share_anew(self, speeds: Sequence[float] | None) -> None:
-        """The next epoch is dealt by what was measured in this one, where it changes a share."""
+        """Deal the next epoch by other speeds, and tell the user if this changes a share.
+
+        Args:
+            speeds: samples per second of each replica in this epoch; ``None``: not known, and
+                nothing changes.
+        """
         if speeds is None or not self._batch:
             return
         before = share_samples(self._batch, self.speeds)
@@ -288,10 +317,10 @@ class UnequalShares(Part):
             rank_zero_info(f"replan='epoch': from the next epoch on {self._told()}")
 
     def say_who_is_left(self, lost: Collection[int]) -> None:
-        """Replicas are lost, and the others go on.
+        """Tell the user which replicas are lost, and which shares the others have from now on.
 
         Args:
-            lost: their numbers.
+            lost: numbers (``dp_rank``) of the lost replicas.
         """
         rank_zero_info(
             f"on_loss='continue': replica {', '.join(map(str, sorted(lost)))} is lost. From "

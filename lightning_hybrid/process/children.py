@@ -26,7 +26,7 @@ _LATER = (
 
 
 class Children:
-    """The ranks that this process has started, shared by all its Trainers."""
+    """The ranks that this process has started, as attributes of the class, for all its Trainers."""
 
     processes: Sequence["subprocess.Popen[bytes]"] = ()
     # hears of ranks that have ended with an error, counted from this one; gives those that the run
@@ -36,7 +36,10 @@ class Children:
 
 
 def not_caught() -> str:
-    """The reason for the end of a process that did not catch an error that this one caught."""
+    """Say, for a message, that a started process ended by an error that this process has caught.
+
+    For use after a failed run; the text continues a sentence about the started process.
+    """
     return (
         f"it did not catch the {Children.failed} of an earlier run, which this process has caught. "
         "`except` holds on every rank if the class of the error stands at the top of a module; one "
@@ -45,10 +48,10 @@ def not_caught() -> str:
 
 
 def miss_nobody() -> None:
-    """Refuse a run if an earlier run has failed and has ended a started process.
+    """Check, before another run, that a failed run has ended none of the started processes.
 
     Raises:
-        RemoteError: the ended process would be missing in the run.
+        RemoteError: one has ended, and would be missing in the run.
     """
     ended = next((child for child in Children.processes if child.poll()), None)
     if Children.failed and ended is not None:
@@ -59,10 +62,10 @@ def miss_nobody() -> None:
 
 
 def leave_nobody() -> None:
-    """At the end of a script that failed, kill started processes that do not end by themselves.
+    """Give started processes some seconds to end, then kill them; called at exit of the script.
 
-    They notice the end of this process by its closed connections, so it must not wait for them
-    itself: a shell does.
+    Does nothing if the last run has not failed. The processes notice the end of this one by its
+    closed connections, so this process must not wait for them: a shell does, in the background.
     """
     children = [str(child.pid) for child in Children.processes if child.poll() is None]
     if Children.failed and children:
@@ -78,13 +81,17 @@ def leave_nobody() -> None:
 
 
 class _Keeper:
-    """The shell of :func:`keep_ranks`, while it runs."""
+    """Holds the shell that :func:`keep_ranks` has started; ``None``: no shell runs."""
 
     process: "subprocess.Popen[bytes] | None" = None
 
 
 def keep_ranks(children: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Start a shell that kills the started ranks if this process ends before `have_met`."""
+    """Start a shell that kills the started ranks if this process ends before `have_met` is called.
+
+    Args:
+        children: the processes of these ranks.
+    """
     if not children:
         return
     command = ["sh", "-c", _KEEPER, "sh", *(str(child.pid) for child in children)]
@@ -93,7 +100,10 @@ def keep_ranks(children: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def have_met() -> None:
-    """End the shell of :func:`keep_ranks`: all ranks have met, and notice each other's end."""
+    """End the shell that :func:`keep_ranks` has started, if there is one.
+
+    Called when all ranks have met: from then on they notice by themselves when one ends.
+    """
     keeper, _Keeper.process = _Keeper.process, None
     if keeper is not None:
         keeper.communicate(b"met\n")

@@ -39,21 +39,24 @@ LINK_BYTES = 4 * 2**20
 """Bytes of the messages that measure a link."""
 LINK_REPEATS = 4
 _MESSAGE_S = {"gloo": 2e-4, "nccl": 5e-5}
-"""Seconds that Python takes for a message between two stages, both ranks together."""
+"""By backend, seconds that Python takes for a message between two stages, both ranks together."""
 _UNMEASURED = {"nccl": (2e10, 1e10, 1e-4)}
-"""Assumed for backends whose links are not measured before there are stages: bytes/s of a link and
-of an all-reduce, and seconds of an empty all-reduce."""
+"""Assumed by backend, where links are not measured: bytes/s of a link and of an all-reduce, and
+seconds of an empty all-reduce."""
 
 
 def devices_of_all(
     world: Group, device: torch.device, given: Sequence[float] | None
 ) -> list[Device]:
-    """Describe the devices of all ranks, with speeds unless given; all ranks call this together.
+    """Describe the devices of all ranks (collective: all ranks call this together).
 
     Args:
         world: group of all ranks.
         device: device of this rank.
-        given: relative speeds of the ranks, from the user; None: measure them.
+        given: the user's relative speeds, by global rank; then none are measured. None: measure.
+
+    Returns:
+        The devices by global rank, equal on all ranks.
     """
     if given is not None:
         return gather_objects(world, look_at(device))
@@ -68,19 +71,21 @@ def devices_of_all(
 
 
 _SEEN: dict[tuple[object, ...], Machine] = {}
-"""The surveys of this process, by number of ranks, device, backend and given speeds."""
+"""Results of :func:`look_around`, by number of ranks, device, backend and given speeds."""
 
 
 def look_around(
     world: Group, device: torch.device, backend: str, given: tuple[float, ...] | None
 ) -> Machine:
-    """Survey the machine before sizes are chosen; all ranks call this together.
+    """Measure the devices and links of all ranks (collective: all ranks call this together).
+
+    A second call with the same arguments measures nothing, and returns the first result.
 
     Args:
         world: gloo group of all ranks.
         device: device of this rank.
         backend: backend of tensors between ranks, ``"gloo"`` or ``"nccl"``.
-        given: relative speeds of the ranks, from the user; None: measure them.
+        given: the user's relative speeds of the devices, by global rank; None: measure them.
     """
     key = world.size(), device, backend, given
     if key not in _SEEN:
@@ -91,13 +96,18 @@ def look_around(
 def cluster_of(
     world: Group, machine: Machine, here: Coordinates, drivers: tuple[int, ...] = ()
 ) -> Cluster:
-    """The devices in the order in which ranks are given coordinates; all ranks call this together.
+    """Choose the order of the ranks in the mesh, by their devices (collective over all ranks).
 
     Args:
         world: group of all ranks.
-        machine: the devices.
-        here: coordinates of this rank; their order is that of the user's plan, if there is one.
-        drivers: on rank 0, the ranks that must be drivers; empty: any may be.
+        machine: the surveyed devices.
+        here: coordinates of this rank, for the numbers of replicas and stages. If they have an
+            ``order``, which is that of the user's plan, it is kept.
+        drivers: global ranks that must be drivers; empty: any rank may be. The value of rank 0
+            counts on all ranks.
+
+    Returns:
+        The devices of all ranks with the order in the mesh, equal on all ranks.
     """
     # (of the ranks that it has started, rank 0 alone knows which are servers)
     drivers = broadcast_object(world, drivers, 0)
@@ -108,7 +118,14 @@ def cluster_of(
 def known_machine(
     size: int, device: torch.device, backend: str, given: tuple[float, ...] | None
 ) -> Machine | None:
-    """What :func:`look_around` would give at once for so many ranks; ``None``: it would look."""
+    """Return the stored result of :func:`look_around`; ``None``: there is none, it would measure.
+
+    Args:
+        size: number of all ranks.
+        device: device of this rank.
+        backend: backend of tensors between ranks.
+        given: the user's relative speeds of the devices; None: they are to be measured.
+    """
     return _SEEN.get((size, device, backend, given))
 
 
@@ -119,14 +136,16 @@ def know_machine(
     backend: str,
     given: tuple[float, ...] | None,
 ) -> None:
-    """On a server: know what its driver knows, so that the two look together or not at all.
+    """On a server, store what rank 0 has as the result of :func:`look_around`.
+
+    So either all ranks measure in the next call of that function, or none does.
 
     Args:
-        machine: what the driver has from :func:`known_machine`.
-        size: number of ranks.
+        machine: what :func:`known_machine` returns on rank 0; None: forget the result, if any.
+        size: number of all ranks.
         device: device of this rank.
         backend: backend of tensors between ranks.
-        given: relative speeds of the ranks, from the user.
+        given: the user's relative speeds of the devices; None: they are to be measured.
     """
     key = size, device, backend, given
     _SEEN.pop(key, None)
@@ -148,7 +167,10 @@ def _look_around(
 
 
 def _rates(world: Group, device: torch.device, backend: str) -> Rates:
-    """Measure what a step takes beside computing; all ranks call this together and agree on it."""
+    """Measure what messages, all-reduces and updates of weights cost (collective over all ranks).
+
+    The result is equal on all ranks.
+    """
     known = _UNMEASURED.get(backend)
     bandwidth, reduce_s = known[1:] if known else _reduction(world, device)
     reduce_s = _steady(reduce_s)
@@ -169,7 +191,10 @@ def _steady(value: float) -> float:
 
 
 def _link(world: Group, device: torch.device) -> float:
-    """Measure the slowest link of a ring of all ranks, while all are in use; in bytes/s."""
+    """Measure the bytes/s of the slowest link in a ring of all ranks (collective over all ranks).
+
+    All links of the ring carry a message at the same time.
+    """
     size, rank = world.size(), world.rank()
     load = torch.zeros(LINK_BYTES // 4, device=device)
     other = torch.empty_like(load)
@@ -185,7 +210,11 @@ def _link(world: Group, device: torch.device) -> float:
 
 
 def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
-    """Measure the all-reduce over all ranks: bytes/s, and seconds of an empty one."""
+    """Measure the all-reduce over all ranks (collective over all ranks).
+
+    Returns:
+        Its bytes/s, and the seconds of an all-reduce of a single number.
+    """
     load = torch.zeros(LINK_BYTES // 4, device=device)
 
     def reduce(tensor: Tensor) -> None:
@@ -198,7 +227,15 @@ def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
 
 
 def _best_s(world: Group, action: Callable[[], None]) -> float:
-    """The shortest of several measurements: a busy machine can only make one longer."""
+    """Time an action several times and return the shortest seconds (collective over all ranks).
+
+    The shortest, since other work on a machine can only make a measurement longer. All ranks meet
+    before each time.
+
+    Args:
+        world: group of all ranks.
+        action: what to time; called on all ranks at the same time.
+    """
     best_s = float("inf")
     for _ in range(1 + LINK_REPEATS):
         meet(world)

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class ConnectedRank(Protocol):
-    """What one rank needs to speak to all others, whether or not sizes are known yet."""
+    """A rank with its means to reach all others: an `Everyone`, or the `Mesh` it has joined."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -56,16 +56,18 @@ class ConnectedRank(Protocol):
 
 
 def first_fault(ranks: ConnectedRank | None, error: BaseException, where: str) -> Failure | None:
-    """Write a failure of this rank to the store, unless another rank has failed before.
+    """Record an error of this rank in the store, unless another rank has recorded one before.
+
+    May wait some seconds, so that a rank that knows the cause of a lost connection records first.
 
     Args:
-        ranks: all ranks; ``None`` before they have met.
+        ranks: this rank with its store; ``None``: ranks have not met, and nothing is recorded.
         error: what this rank has raised.
-        where: name of this rank.
+        where: name of this rank in messages.
 
     Returns:
-        The failure of another rank that came first, or that ``error`` stands for; ``None``: this
-        one is the first, or is equal to the first one.
+        The failure to report instead of ``error``: of another rank that failed first, or that has
+        sent ``error`` to this one; ``None``: report ``error`` itself.
     """
     told, mine = told_text(error) is not None, Failure.of(error, where)
     if is_loss(error):  # a lost connection is of no use as an exception on other ranks
@@ -89,11 +91,18 @@ def first_fault(ranks: ConnectedRank | None, error: BaseException, where: str) -
 
 
 def _let_the_nearest_speak(ranks: ConnectedRank, peer: str | None) -> bool:
-    """After a time-out, wait so that a rank that has waited for the stopped one reports first.
+    """After a time-out, wait so that a rank that was waiting for the stopped rank reports first.
 
-    When one rank stops, those that wait for it and those that wait for these time out together.
-    Each writes to the store that it lives; one whose ``peer`` has done so does not know the cause,
-    and waits for longer. Returns whether the store answers.
+    When a rank stops, the ranks that wait for it time out, and at the same time the ranks that wait
+    for those. Each of them writes to the store that it lives. If its ``peer`` has written so too,
+    this rank has not waited for the stopped one, and so waits longer before it reports.
+
+    Args:
+        ranks: this rank with its store.
+        peer: name of the rank that this one has waited for; ``None``: not known.
+
+    Returns:
+        Whether the store answers.
     """
 
     def wait_if_it_lives() -> bool:
@@ -107,28 +116,47 @@ def _let_the_nearest_speak(ranks: ConnectedRank, peer: str | None) -> bool:
 
 
 def lost_ranks(here: Coordinates, ranks: Iterable[int]) -> Failure:
-    """The failure to report for ranks whose processes have ended without a word of theirs."""
+    """Make the failure to report for ranks whose processes have ended without reporting an error.
+
+    Args:
+        here: coordinates of this rank, in whose mesh the lost ranks are.
+        ranks: global ranks of the lost processes.
+    """
     names = " and ".join(str(replace(here, rank=rank)) for rank in ranks)
     return Failure(f"Lost {names}. It was killed, or its process ended without a word")
 
 
 def tell_lost(everyone: ConnectedRank, ranks: Iterable[int]) -> None:
-    """Write to the store that ranks are lost, unless it has a failure: that is why they ended."""
+    """Record in the store that ranks are lost, unless it has a failure, which is why they ended.
+
+    Args:
+        everyone: this rank with its store.
+        ranks: global ranks of the lost processes.
+    """
     data = lost_ranks(everyone.coordinates, ranks).to_json()
     _ask(everyone.store, lambda: everyone.store.compare_set(FAULT, "", data), None)
 
 
 def read_fault(store: Store) -> Failure:
-    """Read the failure that the first rank to fail has written to the store."""
+    """Read from the store the failure of the first rank to fail.
+
+    If the store does not answer, a failure without details is returned.
+    """
     unknown = Failure("another rank has failed")
     return _ask(store, lambda: Failure.from_json(store.get(FAULT).decode()), unknown)
 
 
 def _ask(store: Store, ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) -> T:
-    """Call ``ask``, a request to the store, in a thread; ``otherwise`` if it takes too long.
+    """Call a function that asks the store, and return its answer; do not wait for it without limit.
 
-    If the process of the store has stopped, a request would wait for ever; if it has ended, torch
-    would print its stack.
+    It runs in a thread: if the process that hosts the store has stopped, it would wait for ever.
+    If that has ended, the function is not called, since torch would print its stack.
+
+    Args:
+        store: the store, or a part of it under a prefix.
+        ask: the function; it may send several requests to the store.
+        otherwise: what to return if there is no answer in time, or the store is gone.
+        limit_s: how many seconds to wait.
     """
     answers: list[T] = []
 
@@ -145,18 +173,18 @@ def _ask(store: Store, ask: Callable[[], T], otherwise: T, limit_s: float = _STO
 
 
 class FaultWatchdog:
-    """A thread that kills this process if it does not end soon after the run has failed elsewhere.
+    """A thread that kills this process if it does not end soon after another rank has failed.
 
-    A rank that exchanges messages learns of a failure by them. One that runs the user's code for an
-    hour, such as loading data, would go on for as long, and so would one that waits for the failed
-    rank inside of a process group's constructor. The thread also tells the others that this process
-    lives, which one that has stopped (SIGSTOP) does not.
+    A rank that exchanges messages learns of a failure by them. But a rank may run the user's code
+    for an hour, such as loading data, or wait for the failed rank in the constructor of a process
+    group: without this thread it would go on. The thread also shows the other ranks that this
+    process has not stopped (by SIGSTOP, for example).
 
     Args:
         here: coordinates of this rank.
-        store: store of the run; the thread has a connection of its own, since a request of this
-            rank may wait on that of the others.
-        timeout: how long this rank waits for one that has stopped.
+        store: store of the run. The thread makes a connection of its own, since requests of the
+            rank's other threads may occupy theirs.
+        timeout: how long a rank may show no sign of life while this one waits for it.
     """
 
     def __init__(self, here: Coordinates, store: Store, timeout: timedelta) -> None:
@@ -173,32 +201,32 @@ class FaultWatchdog:
         self._thread = BackgroundThread(self._run, "hybrid-watch")
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def serve(self) -> None:
-        """Ignore recorded failures from here on: this rank is a worker, whose driver reports them.
+        """Ignore failures in the store from now on, on a worker: its driver tells it of them.
 
-        It is still killed if the host of the store, rank 0, is gone: that ends last, so the driver
-        may be gone too, and not every wait of a worker notices that.
+        The process is still killed if rank 0, which hosts the store, is gone. Rank 0 ends last, so
+        the driver may be gone too, and a waiting worker does not always notice that.
         """
         self._serves = True
 
     def close(self) -> None:
-        """End the thread: this rank ends by itself, or others have told it of the failure."""
+        """End the thread, when this rank ends by itself, or has been told of the failure."""
         self._over.set()
         self._thread.join(_STORE_S)  # with a limit, since the thread may wait for the store
 
     def wait_for(self, names: Mapping[int, str], place: str) -> Callable[[], None]:
-        """This rank begins to wait for others.
+        """Begin to look for signs of life of other ranks, for which this rank is about to wait.
 
         Args:
-            names: names of all ranks that are to come, by their numbers.
-            place: where they are to come, for the error.
+            names: names of these ranks for messages, by global rank.
+            place: what they are to reach, such as a barrier, for the error.
 
         Returns:
-            A function to call while it waits. It raises a ConnectionLost when one of them has shown
-            no sign of life for the time-out.
+            A function to call again and again during the wait. It raises a ConnectionLost when one
+            of these ranks has shown no sign of life for the time-out.
         """
         # (rank 0, the first one, hosts the store: if that does not answer, all are silent)
         self._heard_s = dict.fromkeys(names, time.monotonic())
@@ -228,7 +256,10 @@ class FaultWatchdog:
         )
 
     def _failed(self) -> Failure | None:
-        """The failure that a rank has recorded, or the loss of the store's host; else ``None``."""
+        """Look for a failure in the store, or the loss of its host; ``None``: neither.
+
+        Also exchanges signs of life with the other ranks.
+        """
         for _ in range(_TRIES):
             if _answers(self._store):
                 with suppress(RuntimeError):  # the connection is broken
@@ -243,7 +274,7 @@ class FaultWatchdog:
         return Failure("rank 0, the host of the store, is gone")
 
     def _exchange_signs(self, store: Store) -> None:
-        """Show that this rank lives, and look at those that it waits for."""
+        """Write a sign of life of this rank, and read those of the ranks that it waits for."""
         store.add(_sign(self._here.rank), 1)
         heard_s, keys = self._heard_s, [_sign(rank) for rank in self._heard_s]
         if self._waits and store.check(keys):
@@ -254,15 +285,16 @@ class FaultWatchdog:
 
 
 class HostWatch:
-    """A thread that ends a server when rank 0, which gives it orders, has stopped answering.
+    """A thread that ends the process of a server when rank 0 has stopped answering.
 
-    A server waits for orders without a limit, since a script may rest, but the store of rank 0
-    answers all the time. (If its process ends, the wait does, too.)
+    A server waits for orders of rank 0 without a limit, since a script may do other things between
+    its runs; but the store in the process of rank 0 answers at any time. (If that process ends, the
+    wait for an order ends too.)
 
     Args:
-        name: of this server.
-        store: of rank 0.
-        timeout: how long rank 0 may be silent.
+        name: name of this server in messages.
+        store: the store, which rank 0 hosts.
+        timeout: how long the store may not answer.
 
     Attributes:
         timeout: may be set to another value at any time.
@@ -294,9 +326,10 @@ def _sign(rank: int) -> str:
 
 
 def _answers(store: Store) -> bool:
-    """Whether the host of a store accepts connections.
+    """Whether the host of a store accepts connections; ``True`` for stores that need none.
 
-    Tried by a plain socket: a client of the store would try for minutes, and print warnings.
+    It is tried with a plain socket: a client of the store would try for minutes, and print
+    warnings.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -310,21 +343,24 @@ def _answers(store: Store) -> bool:
 
 
 def say_at_next_meeting(group: Group) -> None:
-    """Take part in the next :func:`meet` of a group as a failed rank, and wait a moment for them.
+    """Tell the ranks that come to the next :func:`meet` of a group that this rank has failed.
 
-    Ranks that wait there learn of the failure. One that comes when this process has ended finds the
-    connection closed.
+    Takes part in that meeting without waiting for all, and stays for a moment so that they can read
+    the failure in the store. A rank that comes later finds the connection closed.
     """
     fail_next_meeting(group, _MEETING)
     time.sleep(_READING_S)  # stay a moment: this rank may host the store that they read now
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether ``error``, ours or one of gloo's or NCCL's, only says that a peer is lost."""
+    """Whether an error only says that another rank is lost, and so is not the cause of a failure.
+
+    It may be a `ConnectionLost`, or an error of gloo or NCCL.
+    """
     return isinstance(error, ConnectionLost) or is_gone(error) or is_late(error)
 
 
 def is_unnamed_loss(error: BaseException) -> bool:
-    """Whether ``error`` says that a peer is lost, but not which one."""
+    """Whether an error says that another rank is lost, but not which one."""
     named = isinstance(error, ConnectionLost) and error.peer is not None
     return is_loss(error) and not named

@@ -34,12 +34,12 @@ MEETING_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and how all ranks find each other; all but ``serve`` is equal on all ranks.
+    """Where all ranks meet: the address of the store. All but ``serve`` is equal on all ranks.
 
     Attributes:
         address: host of the store.
         port: port of the store.
-        hosts: number of hosts.
+        hosts: number of hosts on which there are ranks.
         serve: whether this rank hosts the store (rank 0, unless the launcher's agent already does).
         outlives: whether the launcher's agent hosts the store: it outlives the ranks, and the agent
             may start them again.
@@ -53,11 +53,13 @@ class Meeting:
 
 
 def make_store(meeting: Meeting, timeout: timedelta = MEETING_TIMEOUT) -> dist.TCPStore:
-    """Host the store, on the network interface that the run needs, or connect to it.
+    """Host the store in this process, or connect to it, as ``meeting.serve`` says.
+
+    A hosted store listens on the network interface by which the other ranks reach the address.
 
     Args:
         meeting: address of the store, and whether this rank hosts it.
-        timeout: how long to wait for the other ranks.
+        timeout: how long to wait for the other ranks, here and in later requests to the store.
     """
     address, port = meeting.address, meeting.port
     if not meeting.serve:
@@ -67,14 +69,15 @@ def make_store(meeting: Meeting, timeout: timedelta = MEETING_TIMEOUT) -> dist.T
 
 
 def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
-    """Make the store if a default group of all ranks exists, and destroy that group.
+    """Make the store where a default process group exists already, and destroy that group.
 
-    A launcher such as Ray has made it, or the script. Its store may use the port of ``meeting``, so
-    this store gets another port, which is broadcast over the group. The group is destroyed since
-    during a run the default group is that of the drivers.
+    Collective: all ranks call this together. The group was made by a launcher such as Ray, or by
+    the script. Its store may use the port of ``meeting``, so this store gets another port, which
+    rank 0 broadcasts over the group. The group is destroyed since during a run the default group is
+    that of the drivers.
 
     Args:
-        size: number of ranks.
+        size: number of all ranks.
         meeting: where the ranks would meet without such a group.
 
     Raises:
@@ -100,15 +103,15 @@ def _store_beside(size: int, meeting: Meeting) -> dist.TCPStore:
 _LOOK_EVERY_S = 0.05
 
 Survey = Callable[[Group], Cluster]
-"""A function that surveys all devices, over the group of all ranks."""
+"""A function that surveys all devices, given the group of all ranks (collective over all ranks)."""
 
 
 @dataclass(frozen=True)
 class Everyone:
-    """What a rank has when all ranks have met, before sizes need be known.
+    """What a rank has when all ranks have met; numbers of replicas and stages may still be open.
 
     Attributes:
-        coordinates: coordinates of this rank; joining a mesh may change them.
+        coordinates: coordinates of this rank, which may change when it joins a mesh.
         store: store that all ranks share.
         world: gloo group of all ranks, for barriers and broadcasts before and after a run.
     """
@@ -124,7 +127,7 @@ class Joined:
 
     Attributes:
         mesh: the process groups of this rank.
-        cluster: the devices of all ranks; ``None``: there was no survey.
+        cluster: the devices of all ranks, and their order in the mesh; ``None``: no survey.
     """
 
     mesh: Mesh
@@ -132,15 +135,15 @@ class Joined:
 
 
 class _Process:
-    """What this process keeps between Trainers.
+    """What this process keeps between Trainers, as attributes of the class.
 
     Attributes:
         store: store that all runs use; ``None``: no run yet.
-        everyone: the last meeting of all ranks.
+        everyone: what this rank has of the last meeting of all ranks; ``None``: none yet.
         joined: the mesh of the last run; ``None``: there is none, or it was closed.
         key: arguments of :func:`join` for which the mesh was made; empty: it is not used again.
         generation: number of groups and meshes made so far, which is part of their names.
-        failed: whether the last run has failed: then all ranks meet anew.
+        failed: whether the last run has failed; then the next one makes new groups.
     """
 
     store: dist.Store | None = None
@@ -153,7 +156,7 @@ class _Process:
 
 @dataclass(frozen=True)
 class History:
-    """Which groups rank 0 has, so that servers can make the same ones.
+    """Which groups a rank has from earlier runs; rank 0 sends its own, for servers to follow.
 
     Attributes:
         generation: number of groups and meshes made so far.
@@ -167,15 +170,18 @@ class History:
 
 
 def history() -> History:
-    """What this process has before it reaches the others for another run."""
+    """Return which groups this process has from earlier runs."""
     return History(_Process.generation, bool(_Process.key), _Process.failed)
 
 
 def follow(driver: History) -> None:
-    """On a server: give up what drivers lack, such as groups of runs without this server.
+    """On a server, give up groups that rank 0 lacks, so that both make the next ones together.
+
+    Closes the mesh, and the group of all ranks, where rank 0 has other ones or none. (There may
+    have been runs without this server.) Then counts generations as rank 0 does.
 
     Args:
-        driver: what rank 0 has.
+        driver: what :func:`history` returns on rank 0.
     """
     same = driver.generation == _Process.generation
     if not (same and driver.meshed):
@@ -188,18 +194,21 @@ def follow(driver: History) -> None:
 
 
 def has_met() -> bool:
-    """Whether this process has a store in which to meet the other ranks."""
+    """Whether this process has called :func:`reach`, and so has met the store of all ranks."""
     return _Process.everyone is not None
 
 
 def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
-    """Reach the store; keeps that of the last run with its group, unless that run has failed.
+    """Get the store for a run, so that ranks can tell each other of failures from here on.
 
-    From here on ranks can tell each other of failures; :func:`meet_all` makes their group. All
-    ranks run the same script, so they count the same generations and agree on names of groups.
+    If the last run has not failed and had as many ranks, its store and group of all ranks are used
+    again. Else they are made anew: here a part of the store under a new prefix, and the group by
+    :func:`meet_all`. All ranks run the same script and count generations alike, so they agree on
+    the names of parts and groups.
 
     Args:
-        coordinates: coordinates of this rank; only the product of their sizes must be right.
+        coordinates: coordinates of this rank. The numbers of replicas and stages may be provisional
+            if their product is the number of all ranks.
         meeting: where the ranks meet.
 
     Raises:
@@ -230,12 +239,15 @@ def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
 
 
 def store_of_all(meeting: Meeting, rank: int, size: int) -> dist.Store:
-    """The store of this process for all its runs, which it makes or connects to at first.
+    """Return the store that this process uses in all its runs; the first call makes it.
+
+    The first call hosts the store or connects to it, which all ranks do together, and registers
+    functions that close all groups when the process ends.
 
     Args:
         meeting: where the ranks meet.
-        rank: number of this process.
-        size: number of processes.
+        rank: global rank of this process.
+        size: number of all processes.
     """
     if _Process.store is None:
         atexit.register(_end)
@@ -249,7 +261,10 @@ def store_of_all(meeting: Meeting, rank: int, size: int) -> dist.Store:
 
 
 def meet_all(everyone: Everyone) -> None:
-    """Make the group of all ranks, which call this together.
+    """Make the group of all ranks (collective: all ranks call this together).
+
+    Args:
+        everyone: what :func:`reach` has returned; it gets the group.
 
     Raises:
         RemoteError: a rank has ended by the failure of an earlier run.
@@ -264,9 +279,14 @@ def meet_all(everyone: Everyone) -> None:
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int) -> None:
-    """Wait for all ranks after a failed run, and notice those that have ended by the failure.
+    """After a failed run, wait until all ranks are here for the next one (collective).
 
-    Making a group would wait for them in vain.
+    Notices ranks that the failure has ended; to make a group would wait for them in vain.
+
+    Args:
+        store: store that all ranks share.
+        rank: global rank of this process.
+        size: number of all ranks.
 
     Raises:
         RemoteError: a rank that this process has started has ended.
@@ -289,17 +309,21 @@ def join(
     survey: Survey | None = None,
     capacity: Hashable = None,
 ) -> Joined:
-    """Join the mesh: that of the last run if it had the same arguments, else a new one.
+    """Join the mesh of replicas and stages (collective: all ranks call this together).
+
+    The mesh of the last run is used again if it was made with the same arguments. Else it is
+    closed, and a new one is made.
 
     Args:
-        everyone: the meeting of all ranks.
+        everyone: what this rank has of the meeting of all ranks.
         coordinates: coordinates of this rank.
         backend: the option ``process_group_backend``, for tensors between stages and replicas.
         timeout: time-out of the mesh's groups.
         device: device of this rank.
-        survey: surveys the devices of all ranks, by which ranks may get other coordinates.
-        capacity: relative speeds that the user has given to the survey; with others a new mesh is
-            made.
+        survey: surveys the devices of all ranks; their order in the mesh is then that of the
+            survey. ``None``: no survey, and the order of ``coordinates``.
+        capacity: relative speeds that the user has given, which the survey uses. Here they only
+            tell whether the mesh of the last run may be used again.
     """
     key = (coordinates, backend, timeout, device, survey is None, capacity)
     if _Process.joined is not None and _Process.key == key:
@@ -317,7 +341,7 @@ def join(
 
 
 def _leave_mesh() -> None:
-    """Close the mesh of the last run and the default group, if there are any."""
+    """Close the mesh of the last run, and torch's default process group, if there are any."""
     if _Process.joined is not None:
         _Process.joined.mesh.shutdown()
         if dist.is_initialized():
@@ -327,7 +351,10 @@ def _leave_mesh() -> None:
 
 
 def _end() -> None:
-    """Close all groups at the end of the process, without which NCCL prints warnings."""
+    """Close the mesh and all groups; called at the exit of the process.
+
+    Otherwise NCCL would print warnings.
+    """
     _leave_mesh()
     everyone, _Process.everyone = _Process.everyone, None
     if everyone is not None and _Process.failed:  # others may never come to what this rank began
@@ -339,7 +366,7 @@ def _end() -> None:
 def forget() -> None:
     """Give up the mesh after a failure, since its links may hold half-sent messages.
 
-    The next run meets anew and makes another one.
+    Closes its groups, which wakes ranks that wait in them. The next run makes all groups anew.
     """
     _Process.failed = True
     if _Process.joined is not None and _Process.key:

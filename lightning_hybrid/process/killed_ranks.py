@@ -1,4 +1,4 @@
-"""Notices ranks of this host that end before the run does, killed or with an error code."""
+"""A thread that notices started ranks of this host that end too early, killed or by an error."""
 
 import subprocess
 import threading
@@ -12,13 +12,14 @@ _LOOK_EVERY_S = 0.2
 
 
 class KilledRanks(BackgroundThread):
-    """A thread that looks for ranks that were killed, among those that this process has started.
+    """A thread that looks for started processes that have been killed or have ended with an error.
 
-    A run may go on without a lost replica. Else it has some seconds to end by itself: then this
-    process and its other children are killed.
+    It asks ``Children.lose`` whether the run goes on without them; if so, it kills the rest of
+    their replicas. Otherwise the run has some seconds (``GRACE_S``) to end by itself; after these
+    the thread kills all started processes and this one.
 
     Args:
-        children: processes of the ranks from 1 on.
+        children: the started processes, those with local ranks 1, 2, ... of this host.
     """
 
     def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
@@ -33,11 +34,15 @@ class KilledRanks(BackgroundThread):
         self.join()
 
     def _codes(self, given_up: Collection[int]) -> list[int | None]:
-        """Of each child the code that it has ended with; 0 of those that were given up."""
+        """The exit code of each child: ``None`` while it runs, 0 for one that was given up.
+
+        Args:
+            given_up: indices of children without which the run goes on.
+        """
         return [0 if n in given_up else child.poll() for n, child in enumerate(self._children)]
 
     def _watch(self) -> None:
-        """Wait until all children have ended; kill the rest if one has failed and they stay."""
+        """Wait until all children have ended well, or one has failed; then do as the class says."""
         given_up = set[int]()  # children of lost replicas, which the run goes on without
         while True:
             codes = self._codes(given_up)

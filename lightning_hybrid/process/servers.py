@@ -35,14 +35,14 @@ class JoinOrder:
     """An order to meet the other ranks of a run, and to join their mesh.
 
     Attributes:
-        history: which groups rank 0 has.
-        coordinates: coordinates of rank 0; a server has its own number in the same mesh.
+        history: which groups rank 0 has from earlier runs.
+        coordinates: coordinates of rank 0. A server replaces ``rank`` by its own.
         backend: the option ``process_group_backend``.
-        timeout: of tensors between ranks.
-        devices: of each host, by number of the process on its host.
-        surveys: whether the devices must be known.
-        machine: the devices, if rank 0 knows them already.
-        capacity: relative speeds of the devices, from the user.
+        timeout: time-out of tensors between ranks.
+        devices: the devices of a host, by local rank; equal on all hosts.
+        surveys: whether all ranks survey their devices together.
+        machine: what an earlier survey on rank 0 has found; ``None``: there was none.
+        capacity: relative speeds of the devices by global rank, from the user; ``None``: measured.
     """
 
     history: History
@@ -65,9 +65,10 @@ class ServeOrder:
         synchronised: whether batch statistics are taken over the replicas.
         shards: whether states of optimizers are divided over the replicas.
         survives: whether replicas go on if one is lost.
-        timed: whether the time in which the server computes is added up.
-        dtype: torch's default type of numbers, which the user's script may have set.
-        threads: number of threads of an operation on CPUs.
+        timed: whether the server adds up the time in which it computes.
+        dtype: default type of numbers in the script (`torch.get_default_dtype`), for the server to
+            set.
+        threads: number of threads of an operation on CPUs in the script, for the server to set.
     """
 
     module: ModuleOutline
@@ -81,12 +82,12 @@ class ServeOrder:
 
     @classmethod
     def of(cls, module: nn.Module, options: StageOptions, **more: bool) -> "ServeOrder":
-        """The order to serve in a run of this process.
+        """Make the order for a run of this process, with torch's settings of this process.
 
         Args:
-            module: the LightningModule.
+            module: the LightningModule, or a model of Fabric; only its outline is in the order.
             options: how stages compute.
-            more: values for the other attributes.
+            more: values for ``synchronised``, ``shards``, ``survives`` and ``timed``.
         """
         return cls(
             module=ModuleOutline.of(module),
@@ -99,15 +100,18 @@ class ServeOrder:
 
 @dataclass(frozen=True)
 class RestOrder:
-    """An order to do nothing up to the end of the run, in which no model was set up."""
+    """An order to serve nobody and only wait for the end of the run.
+
+    Rank 0 gives it when a function under Fabric returns without having set up a model.
+    """
 
 
 @dataclass(frozen=True)
 class EndOrder:
-    """An order to end: the script of rank 0 is over.
+    """An order to end the process of the server, since the script of rank 0 is over.
 
     Attributes:
-        code: exit code of the server.
+        code: exit code with which the server ends.
     """
 
     code: int
@@ -121,10 +125,11 @@ _FAREWELL_S, _NAP_S = 5.0, 0.01
 
 
 class Servers:
-    """The servers of this script, shared by all its Trainers.
+    """The servers of this script, as attributes of the class, shared by all Trainers.
 
     Attributes:
-        ranks: ranks that are servers, and so run no script any more; equal on all that do.
+        ranks: global ranks of the servers, which run no script (any more). Equal on all ranks that
+            run the script.
     """
 
     ranks: ClassVar[set[int]] = set()
@@ -132,12 +137,14 @@ class Servers:
 
     @classmethod
     def add(cls, ranks: Iterable[int], store: dist.Store, *, host: bool) -> None:
-        """Note ranks that are servers from here on.
+        """Note ranks that are servers from now on.
+
+        On rank 0 the first call also registers that servers are told to end with this process.
 
         Args:
-            ranks: they.
-            store: in which they look for orders.
-            host: whether this is rank 0, which gives these.
+            ranks: global ranks of the servers.
+            store: the store in which they look for orders.
+            host: whether this process is rank 0, which gives the orders.
         """
         cls.ranks.update(ranks)
         if host and cls.ranks and not cls._ends:
@@ -146,10 +153,12 @@ class Servers:
 
 
 def start_server(rank: int) -> "subprocess.Popen[bytes]":
-    """Start a server on this host, where the environment says where the store is.
+    """Start a server process on this host; it finds the store by this process's environment.
+
+    The variables ``MASTER_ADDR`` and ``MASTER_PORT`` must be set.
 
     Args:
-        rank: number of the process.
+        rank: global rank of the server, which on the only host is its local rank too.
     """
     # (so that what stages use of the user's modules is found as the script finds it)
     paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
@@ -162,26 +171,29 @@ def start_server(rank: int) -> "subprocess.Popen[bytes]":
 
 
 def give(store: Any, order: Order) -> None:
-    """On rank 0: give all servers an order."""
+    """On rank 0, leave an order in the store for all servers, which carry out orders in turn."""
     number = store.add(_LATEST, 1)
     store.set(_key(number), pickle.dumps(order))
 
 
 def latest_order(store: dist.Store) -> int:
-    """The number of the latest order."""
+    """The number of the latest order in a store; orders are counted from 1, and 0 is none."""
     return store.add(_LATEST, 0)
 
 
 def orders(
     store: Any, rank: int, after: int, timeout: timedelta = MEETING_TIMEOUT
 ) -> Iterator[Order]:
-    """On a server, the orders that come, up to the last one; it is to fail if the store is gone.
+    """On a server, wait for each order of rank 0 and yield it, without end.
+
+    An `EndOrder` is to end the server. If the connection to the store breaks, the last order is an
+    ``EndOrder(1)``; if rank 0 stops answering, the process is ended (:class:`HostWatch`).
 
     Args:
-        store: in which rank 0 leaves them.
-        rank: number of this process.
-        after: number of the order before the first one.
-        timeout: how long rank 0 may be silent, up to the first run that has another one.
+        store: the store in which rank 0 leaves the orders.
+        rank: global rank of this server.
+        after: number of the last order that is not to be yielded.
+        timeout: how long rank 0 may not answer; each `JoinOrder` sets it anew.
     """
     own = store.clone()  # a wait for an order must not hold up other requests
     watch = HostWatch(f"rank {rank} (worker)", store, timeout)
@@ -211,7 +223,14 @@ def _farewell(rank: int) -> str:
 
 
 def _dismiss(store: dist.Store) -> None:
-    """At the end of the script of rank 0: servers end, with its exit code as far as it is known."""
+    """On rank 0, tell all servers to end, and wait for a moment until they have read it.
+
+    Called at the exit of the script. Servers end with code 1 if an error has ended the script, as
+    far as this is known, else with 0.
+
+    Args:
+        store: the store in which servers look for orders.
+    """
     failed = getattr(sys, "last_value", None) is not None  # an error that nobody has caught
     with suppress(RuntimeError):  # the store is gone
         give(store, EndOrder(int(failed)))

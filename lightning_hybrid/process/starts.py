@@ -1,6 +1,6 @@
-"""Separate the starts of a run in a store that outlives the ranks.
+"""Keep ranks apart that were started one after the other, in a store that outlives them.
 
-An agent of torchrun hosts the store, and may start all ranks again. They would find there what the
+An agent of torchrun hosts the store, and may start all ranks again. These would find there what the
 ranks before them have written, such as the addresses of processes that have ended. No environment
 variable numbers the starts alike on all hosts: each agent counts the failures of its own host
 (``TORCHELASTIC_RESTART_COUNT``).
@@ -19,19 +19,23 @@ _OFFER = "start"
 
 
 def of_this_start(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """A part of the store, under a prefix, for the ranks that were started together.
+    """Agree on a part of a store that only the ranks started together with this one use.
 
-    Rank 0 offers a name for the prefix, the others answer with names of their own, and rank 0
-    confirms these: so no rank takes an offer or an answer of a rank that has ended.
+    Collective: all ranks call this together. Rank 0 offers a name for the prefix, the others answer
+    with names of their own, and rank 0 confirms these names: so no rank takes an offer or an answer
+    of a rank that has ended.
 
     Args:
         store: the store, which ranks of earlier starts have used too.
-        rank: number of this rank.
-        size: number of ranks.
-        timeout: how long to wait for the others.
+        rank: global rank of this process.
+        size: number of all ranks.
+        timeout: how long to wait for the other ranks.
+
+    Returns:
+        The store under a prefix that no earlier start has used.
 
     Raises:
-        RemoteError: some ranks have not answered.
+        RemoteError: some ranks have not answered in time.
     """
     mine, deadline = uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:

@@ -1,7 +1,8 @@
-"""The ranks of a run, and which of them barriers and broadcasts are over at a time.
+"""The ranks of a run: who takes part in barriers and broadcasts, and how failures are told.
 
-Barriers and broadcasts are over the drivers, during a run by Lightning's own code. Where sizes are
-left open, ranks have no coordinates until ``setup``: up to there all of them run the script.
+Barriers and broadcasts are over the ranks that run the script. These are the drivers, and where
+sizes are left open, all ranks up to the setup of a run, when they get coordinates. During a run
+Lightning's own code makes barriers and broadcasts over the drivers.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -43,7 +44,10 @@ T = TypeVar("T")
 
 
 class Phase(Enum):
-    """Which ranks take part in a barrier or a broadcast at a time; the values say it in words."""
+    """States of a process, by which ranks take part with it in a barrier or broadcast.
+
+    The values say it in words.
+    """
 
     APART = "nobody: this process has no groups yet"
     TOGETHER = "all that run the script: before the setup of a run, and after its end"
@@ -55,14 +59,14 @@ class Phase(Enum):
 
 
 class World:
-    """The ranks of a run: barriers, broadcasts and failures.
+    """The ranks of a run, for barriers and broadcasts over them, and to tell them of failures.
 
     Args:
-        everyone: the meeting of all ranks.
-        timeout: how long a rank waits for one that has stopped.
+        everyone: what this rank has of the meeting of all ranks.
+        timeout: how long a rank that others wait for may show no sign of life.
 
     Attributes:
-        everyone: the meeting of all ranks.
+        everyone: as given.
         phase: which ranks take part in barriers and broadcasts now.
     """
 
@@ -73,7 +77,9 @@ class World:
         self._watch = FaultWatchdog(self.coordinates, everyone.store, timeout)
 
     def begin(self) -> None:
-        """Watch for failures of other ranks, and meet all of them at the start of a run.
+        """Start to watch for failures, and wait for all ranks at the start of a run (collective).
+
+        The first time this makes the group of all ranks.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -86,20 +92,20 @@ class World:
             meet_all(self.everyone)
 
     def take_coordinates(self, joined: Joined) -> None:
-        """Take the mesh, and with it the coordinates of this rank, when sizes are known."""
+        """Set the mesh that this rank has joined, and with it the coordinates of this rank."""
         self._joined = joined
 
     @property
     def has_coordinates(self) -> bool:
-        """Whether ranks have coordinates in a mesh."""
+        """Whether this rank has joined a mesh, so that its coordinates are final."""
         return self._joined is not None
 
     @property
     def joined(self) -> Joined:
-        """The mesh that this rank has joined.
+        """The mesh that this rank has joined, with the survey of the devices.
 
         Raises:
-            HybridError: sizes are not known yet.
+            HybridError: it has joined none, as numbers of replicas and stages are not chosen yet.
         """
         if self._joined is None:
             raise HybridError(
@@ -111,30 +117,44 @@ class World:
 
     @property
     def mesh(self) -> Mesh:
-        """The process groups of this rank."""
+        """The mesh that this rank has joined: its process groups and links.
+
+        Raises:
+            HybridError: it has joined none yet.
+        """
         return self.joined.mesh
 
     @property
     def cluster(self) -> Cluster | None:
-        """The devices of all ranks; ``None``: there was no survey."""
+        """The devices of all ranks, and their order in the mesh; ``None``: there was no survey."""
         return self.joined.cluster
 
     @property
     def _all(self) -> Mesh | Everyone:
-        """All ranks, with the coordinates of this one."""
+        """What speaks to all ranks: the mesh once this rank has joined it, else `everyone`."""
         return self._joined.mesh if self._joined else self.everyone
 
     @property
     def coordinates(self) -> Coordinates:
-        """The coordinates of this rank; they may change when the mesh is joined."""
+        """The coordinates of this rank, which may change when it joins the mesh."""
         return self._all.coordinates
 
     def survive(self, *, survives: bool) -> None:
-        """Say before a run whether replicas go on in it when one is lost."""
+        """Set, before a run and equally on all ranks, whether replicas go on when one is lost."""
         self.mesh.survive(survives=survives)
 
     def _lose(self, children: Collection[int]) -> set[int] | None:
-        """Hear from the launcher of ranks that have ended with an error; see :class:`Children`."""
+        """Take note of ranks that have ended with an error, and decide whether the run goes on.
+
+        The launcher of this process calls it. If the run does not go on, the loss is recorded in
+        the store.
+
+        Args:
+            children: the lost ranks, counted from this process on.
+
+        Returns:
+            The global ranks of the replicas that the run goes on without; ``None``: it ends.
+        """
         lost = [self.everyone.coordinates.rank + number for number in children]
         survivors = self.mesh.survivors if self._joined is not None else None
         given_up = survivors.lose(lost) if survivors is not None else None
@@ -143,10 +163,10 @@ class World:
         return given_up
 
     def barrier(self, name: str = "") -> None:
-        """Wait for all that run the script, in phase TOGETHER; else do nothing.
+        """In phase TOGETHER, wait for all ranks that run the script; in other phases do nothing.
 
         Args:
-            name: name of the barrier.
+            name: name of the barrier, which must be equal on all of them.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -155,11 +175,14 @@ class World:
             self._meet(f"barrier({name!r})")
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Broadcast the value of one rank in phase TOGETHER; else return that of this rank.
+        """In phase TOGETHER, send the value of one rank to all ranks that run the script.
+
+        All of them call this together, and get the value. In other phases the value of this rank is
+        returned at once.
 
         Args:
             value: value of this rank.
-            source: ``global_rank`` of the rank whose value all get.
+            source: rank whose value all get, as Lightning counts ranks (``trainer.global_rank``).
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -173,11 +196,13 @@ class World:
         return same
 
     def gather(self, value: T, place: str) -> list[T]:
-        """The values of all ranks that run the script, in phase TOGETHER.
+        """Gather a value of each rank that runs the script, by ascending global rank (collective).
+
+        To be called in phase TOGETHER.
 
         Args:
             value: value of this rank.
-            place: name of the place in the program.
+            place: name of the place in the program, equal on all ranks.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -186,9 +211,9 @@ class World:
         return gather_objects(self._group, value)
 
     def shared_names(self, module: nn.Module) -> frozenset[str]:
-        """Names of the parameters and buffers that a module has on all drivers.
+        """Names of the parameters and buffers that a module has on every driver (collective).
 
-        One may have others, which the module's ``forward`` has registered in an earlier run.
+        A driver may have further ones, which the module's ``forward`` registered in an earlier run.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -197,10 +222,10 @@ class World:
         return frozenset.intersection(*map(frozenset, names))
 
     def end_run(self) -> None:
-        """Wait for all ranks at the end of a run, and enter phase TOGETHER.
+        """Enter phase TOGETHER, wait for all ranks, and stop to watch for failures (collective).
 
-        One replica may predict for longer than the others, and rank 0, whose store they need, must
-        not end before them.
+        The wait is needed since one replica may predict for longer than the others, and rank 0,
+        which hosts the store, must not end before them.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -210,25 +235,33 @@ class World:
         self.stop_watching()
 
     def _ranks(self) -> Sequence[int]:
-        """The numbers of all ranks that are left."""
+        """The global ranks of all processes, without those of lost replicas."""
         return self.mesh.living_ranks() if self._joined else range(self.everyone.world.size())
 
     def _scripts(self) -> Sequence[int]:
-        """The numbers of those that run the script."""
+        """The global ranks that run the script: drivers, or before a mesh is joined all ranks."""
         here, drivers = self.coordinates, self._joined is not None
         return [r for r in self._ranks() if not drivers or replace(here, rank=r).is_driver]
 
     @property
     def _group(self) -> Group:
-        """The group of those that run the script."""
+        """The process group of the ranks that run the script."""
         return self.mesh.scripts if self._joined else self.everyone.world
 
     def _meet(self, place: str) -> None:
-        """Wait for all that run the script, and raise the first failure if one has failed."""
+        """Wait for all ranks that run the script; raise the first failure if one has failed.
+
+        Args:
+            place: name of the place in the program, equal on all of them.
+        """
         self._wait(self._group, self._scripts(), place)
 
     def _meet_all(self, place: str) -> None:
-        """Wait for all ranks, and raise the first failure if one has failed."""
+        """Wait for all ranks, workers too; raise the first failure if one of them has failed.
+
+        Args:
+            place: name of the place in the program, equal on all ranks.
+        """
         self._wait(self.everyone.world, self._ranks(), place)
 
     def _wait(self, group: Group, ranks: Sequence[int], place: str) -> None:
@@ -240,7 +273,7 @@ class World:
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
-        """Inside, on rank 0, phase CHOOSING: barriers and broadcasts do nothing."""
+        """Inside, on rank 0, this rank is in phase CHOOSING: barriers and broadcasts do nothing."""
         self.phase = Phase.CHOOSING
         yield
         self.phase = Phase.TOGETHER  # not after an error, of which `fail` tells the others
@@ -254,32 +287,33 @@ class World:
             self.phase = before
 
     def defer_signals(self) -> None:
-        """Defer handlers of signals from now on while messages are exchanged.
+        """Put off the handlers of signals while messages are exchanged, from now on.
 
-        While a handler runs, this rank is in phase ALONE: the other drivers may wait for it.
+        First runs handlers that are pending. While a handler runs, this rank is in phase ALONE,
+        since the other drivers may wait for it and cannot take part in barriers.
         """
         make_deferrable(self._alone)
         run_pending(hold=False)
 
     def serve(self) -> None:
-        """Enter phase SERVING: this server hears of failures from its driver."""
+        """On a worker, enter phase SERVING: from now on only its driver tells it of failures."""
         self.phase = Phase.SERVING
         self._watch.serve()
 
     def stop_watching(self) -> None:
-        """End the watch that kills this process after a failure elsewhere: it ends by itself."""
+        """End the thread that kills this process after a failure of another rank."""
         self._watch.close()
         SENDS.close()
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:
-        """Tell the other ranks that this one has failed.
+        """Tell the other ranks that this one has failed, and enter phase FAILED.
 
         Args:
             error: what this rank has raised.
             rank: name of this rank in messages.
 
         Returns:
-            The failure of another rank that came first; ``None``: this one is the first.
+            The failure of another rank that came first; ``None``: this rank is the first to fail.
         """
         self.stop_watching()
         if self._joined and self.mesh.survivors is not None and is_loss(error):
@@ -294,28 +328,33 @@ class World:
         return first
 
     def leave(self) -> None:
-        """After a failure, close the groups of the mesh, which wakes waiting ranks."""
+        """After a failure, close the groups of the mesh, which wakes ranks that wait in them."""
         self.phase = Phase.FAILED
         forget()
 
 
 class NoWorld:
-    """Stands for `World` before the first run of a process, which has no groups yet."""
+    """Stands in for `World` in a process without groups: before a run, or after a failed one."""
 
     phase = Phase.APART
     has_coordinates = False
 
     def barrier(self, name: str = "") -> None:
-        """Return at once."""
+        """Do nothing, since there are no groups."""
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Return the value of this rank."""
+        """Return the value of this rank, since there are no groups."""
         return value
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:
-        """The failure of another rank that ``error`` stands for, or ``None``; no rank is told."""
+        """Return the failure of another rank that ``error`` passes on, if any; tell no rank.
+
+        Args:
+            error: what this rank has raised.
+            rank: name of this rank in messages.
+        """
         return first_fault(None, error, rank)
 
     def leave(self) -> None:
-        """Give up the mesh of an earlier Trainer, if there is one."""
+        """Give up the mesh that an earlier Trainer of this process has left, if there is one."""
         forget()

@@ -1,4 +1,4 @@
-"""A run: its ranks, the session of a driver, choice of sizes, protocol of its parts."""
+"""One run of a Trainer or Fabric: its data, the session of a driver, choice of sizes, its parts."""
 
 from lightning_hybrid.run.building import (
     BetweenRuns,

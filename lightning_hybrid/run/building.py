@@ -1,4 +1,4 @@
-"""Who has the weights of the LightningModule while it is built, restored and saved.
+"""How the weights of the LightningModule are made, loaded and saved before and after runs.
 
 A network that is made in ``__init__`` is whole on every driver before a run. One that is made in
 ``configure_model`` is whole on no rank: the driver notes down how weights are made or loaded, and
@@ -35,10 +35,11 @@ from lightning_hybrid.state import (
 
 
 class Building:
-    """Whether a driver makes all weights of the module at once, or each as its owner needs it.
+    """How the weights of the LightningModule are made: all at once, or each for its owner later.
 
     Args:
-        deferral: puts off what is done to weights; ``None``: all are made as on one device.
+        deferral: records what is done to weights, and does it when an owner needs them; ``None``:
+            all are made at once, as on one device.
     """
 
     def __init__(self, deferral: DeferredMaker | None = None) -> None:
@@ -46,15 +47,18 @@ class Building:
 
     @property
     def deferred(self) -> bool:
-        """Whether weights are made when their owners need them."""
+        """Whether weights are made later, when the ranks that own them need them."""
         return self._deferral is not None
 
     def deferred_if_apart(self, trainer: Trainer, device: torch.device, stages: int) -> "Building":
-        """What takes its place in ``configure_model``, where weights may be made later.
+        """Return the building for ``configure_model``: one that makes weights later, if possible.
+
+        It is not possible with one stage, or with a callback that averages weights. Then this
+        building itself is returned, as it is if it is deferred already.
 
         Args:
-            trainer: Lightning's.
-            device: where one device would make them.
+            trainer: the Trainer, for its callbacks.
+            device: device on which a run on one device would make the weights.
             stages: number of devices of a replica.
         """
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -66,11 +70,21 @@ class Building:
         return Building(DeferredMaker(device))
 
     def building(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, what is done to weights that are not made yet is noted down."""
+        """Return a context in which the user's hooks build a module.
+
+        Where weights are made later, new ones get no memory in it, and what is done to them is
+        noted down. Otherwise the context does nothing.
+
+        Args:
+            module: the LightningModule.
+        """
         return nullcontext() if self._deferral is None else self._deferral.building(module)
 
     def loading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, weights of a checkpoint are left in its file until stages are made.
+        """Return a context in which a checkpoint is loaded into a module.
+
+        Where weights are made later, those of the checkpoint stay in its file until their owners
+        need them. Otherwise the context does nothing.
 
         Args:
             module: the LightningModule.
@@ -81,12 +95,14 @@ class Building:
 
 
 class BetweenRuns:
-    """Before the first run, and after each: nothing is driven, and ranks call things together.
+    """Stands in for a `DriverSession` before the first run and after each one.
+
+    It has those methods of a session that may be called then. Ranks call them together.
 
     Args:
         ranks: all ranks.
-        building: who has the weights of the module.
-        divided: whether states of optimizers are divided over the replicas.
+        building: how the weights of the module are made.
+        divided: whether the last run has divided states of optimizers over the replicas.
     """
 
     def __init__(
@@ -101,18 +117,18 @@ class BetweenRuns:
         self._divided = divided
 
     def fence(self) -> None:
-        """No replica is ahead of the others."""
+        """Do nothing: between runs no replica is ahead of the others."""
 
     def loading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, weights are written to the module, on all ranks."""
+        """Return a context in which weights are loaded into a module, on all ranks."""
         return self._building.loading(module)
 
     def state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
-        """The state dict of the whole module.
+        """Return the state dict of the whole module, or an empty one.
 
         Args:
-            module: the LightningModule.
-            here: whether this rank is the one that gets it; the others get nothing.
+            module: the LightningModule, or a model of Fabric.
+            here: whether this rank gets the state; else it is empty.
         """
         if self._building.deferred:
             return self.full_state_dict(module, here=here)
@@ -121,7 +137,7 @@ class BetweenRuns:
     def full_state_dict(
         self, module: nn.Module, *, here: bool, frozen: bool = True
     ) -> dict[str, Any]:
-        """The state of the module with the weights of all ranks, which call this together.
+        """Return the state dict of the whole module with the weights that other ranks own.
 
         Args:
             module: the LightningModule.
@@ -138,7 +154,15 @@ class BetweenRuns:
     def optimizer_state(
         self, module: nn.Module, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
-        """The state dict of one device, with what other replicas hold; drivers call it together."""
+        """Return the state dict of an optimizer as on one device (collective over the drivers).
+
+        It includes states that other replicas hold.
+
+        Args:
+            module: not used.
+            optimizer: the optimizer.
+            here: whether this rank gets the state; else it is empty.
+        """
         if isinstance(self._ranks, World):
             drivers = self._ranks.mesh.drivers
             state = optimizer_after_run(optimizer, drivers, divided=self._divided)
@@ -147,33 +171,46 @@ class BetweenRuns:
         return state if here else {}
 
     def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
-        """Write a sharded checkpoint: what other ranks have is mapped here, or was gathered."""
+        """Write a sharded checkpoint, all of it from this rank.
+
+        Args:
+            checkpoint: the ordinary checkpoint, with the weights and states of all ranks.
+            folder: an empty folder.
+        """
         save_alone(checkpoint, folder)
 
     def help_to_save_shards(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: replica 0 has brought together what there is."""
+        """Do nothing: between runs replica 0 writes all of a checkpoint."""
 
     def fail(self, failure: Failure, error: BaseException) -> None:
-        """Tell the other ranks of the replica: a worker may serve before its driver has a run."""
+        """Tell the other ranks of this replica that it has failed.
+
+        A worker of it may serve already, though its driver is in no run yet.
+
+        Args:
+            failure: what came first.
+            error: what was raised on this rank.
+        """
         if isinstance(self._ranks, World) and self._ranks.has_coordinates:
             self._ranks.mesh.say_goodbye(failure)
 
     def abort(self) -> None:
-        """Do nothing: :meth:`fail` has told the others."""
+        """Do nothing: :meth:`fail` has told the other ranks already."""
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing: between runs there is nothing to close."""
 
 
 def move_module(module: nn.Module, device: torch.device, *, all_of_it: bool) -> None:
-    """Bring a module to the device of its rank.
+    """Move a module to the device of this rank, or only what cannot be part of a network.
 
     Args:
         module: the LightningModule, or a model of Fabric.
-        device: of this rank.
-        all_of_it: else where a GPU has not twice its size free, or some of it has no memory yet,
-            only what no network can own moves, and modules with parameters wait on the CPU until
-            they are called for the first time.
+        device: device of this rank.
+        all_of_it: ``True``: move all of it. ``False``: if the device is a GPU without twice the
+            module's size free, or a CPU, or if some tensors have no memory yet, move only
+            submodules without parameters and tensors that belong to ``module`` itself; the rest
+            stays where it is until its network is cut. Otherwise move all of it.
     """
     # until stages are known all weights would be on this one device
     waits = device.type == "cpu" or with_room_for(module, device) != device
@@ -192,7 +229,7 @@ def move_module(module: nn.Module, device: torch.device, *, all_of_it: bool) -> 
 
 
 def leave_on_cpu(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """After a run: what was trained is whole on the CPU, with the states of its optimizers."""
+    """Move a module to the CPU after a run, and the states of its optimizers with it."""
     module.cpu()
     for optimizer in optimizers:
         states: dict[nn.Parameter, dict[str, Any]] = optimizer.state  # type: ignore[assignment]

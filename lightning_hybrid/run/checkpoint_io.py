@@ -9,11 +9,12 @@ from lightning_hybrid.state import load_checkpoint, save_checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a new file in the checkpoint's folder, which replaces the old one when it is complete.
+    """A checkpoint plugin that writes each checkpoint file whole or not at all.
 
-    Lightning's own class writes to the system's temporary folder and then moves the file, which is
-    a plain copy if that folder is on another file system: a kill leaves half a file. It also holds
-    the file in memory, twice. Paths that are URLs are left to Lightning.
+    It writes a new file in the folder of the checkpoint, which replaces the old file when it is
+    complete. Lightning's own plugin writes to the system's temporary folder and then moves the
+    file, which is a plain copy if that folder is on another file system: a kill leaves half a file.
+    It also holds the file in memory, twice. Paths that are URLs are left to Lightning's plugin.
     """
 
     def save_checkpoint(
@@ -23,8 +24,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Args:
             checkpoint: what to save.
-            path: where to.
-            storage_options: refused, as by Lightning's own class.
+            path: the file to write.
+            storage_options: must be ``None``; others are refused, as by Lightning's own plugin.
         """
         # file systems behind URLs have no rename that replaces in one step
         if storage_options is not None or "://" in str(path):
@@ -42,8 +43,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Args:
             path: the file, the folder of a sharded checkpoint, or a URL.
-            map_location: as in Lightning.
-            weights_only: likewise.
+            map_location: as in `torch.load`; by default tensors stay on the CPU.
+            weights_only: as in `torch.load`.
         """
         if "://" in str(path):
             return super().load_checkpoint(path, map_location, weights_only)
@@ -51,7 +52,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def with_atomic_writes(io: CheckpointIO | None) -> CheckpointIO:
-    """The user's checkpoint IO, else an `AtomicCheckpointIO`; a wrapper gets one inside."""
+    """Return the checkpoint plugin to use, which writes files whole or not at all where possible.
+
+    Args:
+        io: the user's plugin, which is returned. If it wraps another plugin (as for asynchronous
+            saves), it gets an `AtomicCheckpointIO` inside. ``None``: return an
+            `AtomicCheckpointIO`.
+    """
     if io is None:
         return AtomicCheckpointIO()
     if isinstance(io, WrappingCheckpointIO):

@@ -1,4 +1,4 @@
-"""The protocol between a run and its parts: what a run does only where a user has asked for it."""
+"""The hooks of a run for its parts, each of which does what only some users have asked for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,9 +12,10 @@ from lightning_hybrid.planning import Plan
 
 
 class Part:
-    """A part of a run on a driver: hooks that :class:`DriverSession` calls; by default none acts.
+    """Base class of the parts of a run on a driver; subclasses override the hooks that they need.
 
-    A session calls each hook of all parts, in the order of its list. Of one run:
+    The hooks do nothing by default. A :class:`DriverSession` calls each hook of all its parts, in
+    the order of its list. In one run:
 
     1. :meth:`begin`, with the driver; then :meth:`begin_training`, with the optimizers.
     2. :meth:`train_loader`, whenever the Trainer makes a loader.
@@ -30,88 +31,99 @@ class Part:
     7. :meth:`close`, after the weights were brought to the driver.
 
     Attributes:
-        agrees_to_end: whether replicas agree, while they average gradients, that one was told to
-            end. Then all of them run handlers of signals before a batch, and none after a backward.
+        agrees_to_end: whether the part has replicas tell each other, while they average gradients,
+            that one was told to end (SIGTERM). Then all drivers run handlers of signals before a
+            batch, and none does so after a backward.
     """
 
     agrees_to_end = False
 
     def begin(self, driver: Driver) -> None:
-        """Stages are there: at the beginning of the run, and after they were cut anew.
+        """Prepare for a driver: at the beginning of the run, and after stages were cut anew.
 
         Args:
-            driver: of these stages.
+            driver: the driver of the stages from now on.
         """
 
     def begin_training(self, optimizers: Sequence[Optimizer]) -> None:
-        """The optimizers are connected.
+        """Prepare for training, when the optimizers have been made to step on all ranks.
 
         Args:
-            optimizers: the user's.
+            optimizers: the user's optimizers.
 
         Raises:
             PlanError: the part does not go together with them, or with the Trainer's options.
         """
 
     def train_loader(self, loader: Any) -> Any:
-        """Return what a Trainer that trains is to use in the place of a loader."""
+        """Return the data loader that a Trainer which trains is to use in place of its own.
+
+        It may be one for validation.
+
+        Args:
+            loader: the Trainer's own.
+        """
         return loader
 
     def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return a batch on its device.
+        """Return a training batch on the device of this driver.
 
         Args:
-            batch: where it is now.
-            move: brings it there.
+            batch: the batch as the loader gave it.
+            move: function that returns a batch on the device.
         """
         return move(batch)
 
     def new_plans(self) -> Mapping[str, Plan]:
-        """Return plans by which to cut stages anew before this batch, by name of the network.
+        """Return plans by which stages are cut anew before this batch, by name of the network.
 
-        Empty: stages stay. All drivers return the same.
+        Empty: stages stay as they are. All drivers must return equal plans.
         """
         return {}
 
     def cuts_decided(self, plans: Mapping[str, Plan], reason: str) -> None:
-        """New plans were found.
+        """Take note of new plans that a part has returned, and of whether they will be used.
 
         Args:
-            plans: by name of the network.
-            reason: why stages cannot be cut by them; empty: they are about to be.
+            plans: the new plans, by name of the network.
+            reason: why stages cannot be cut by these plans; empty: they are about to be cut.
         """
 
     def batch_starts(self, batch: Any) -> None:
-        """A batch is about to be trained on."""
+        """Prepare for a batch, which is about to be trained on.
+
+        Args:
+            batch: the batch, on the device of this driver.
+        """
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context for the user's training step."""
+        """Return a context in which the user's ``training_step`` runs."""
         return nullcontext()
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to run a backward of."""
+        """Return the loss from which the backward is to run, such as a scaled one."""
         return loss
 
     def backward_is_over(self) -> None:
-        """Autograd has run; gradients are still those of this replica."""
+        """Act after a backward, while gradients are still those of this replica alone."""
 
     def gradients_are_averaged(self) -> None:
-        """Gradients are those of all replicas."""
+        """Act when gradients have been averaged over the replicas after a backward."""
 
     def fence(self) -> None:
-        """Wait until no replica is ahead of another one."""
+        """Wait until no replica is ahead of another one, before they do something together."""
 
     def pause(self) -> None:
-        """A validation begins."""
+        """Pause what the part does between training batches, since a validation begins."""
 
     def resume(self) -> None:
-        """A validation is over."""
+        """Go on as before :meth:`pause`, since a validation is over."""
 
     def last_batch_is_over(self) -> None:
-        """All batches are trained on, and signals that came meanwhile are not handled yet."""
+        """Act after the last training batch, before signals that came meanwhile are handled."""
 
     def training_ends(self) -> None:
-        """The training is over."""
+        """Act at the end of the training, when signals have been handled."""
 
     def close(self) -> None:
-        """Leave the Trainer and its optimizers as they were."""
+        """Undo, at the end of the run, what the part has changed in the Trainer and optimizers."""

@@ -1,6 +1,6 @@
 """Run a training step on a copy of the module before a run, to find and capture its networks.
 
-With automatic sizes this is needed before it is known which ranks are drivers. Rank 0 copies the
+To choose sizes, this is needed before it is known which ranks are drivers. Rank 0 copies the
 LightningModule, takes one batch of a copy of the loader and runs ``training_step`` on it, without a
 backward. The user's module, loaders, loggers and random generators do not change, and nothing is
 printed.
@@ -40,7 +40,7 @@ counters, are copied."""
 
 
 class CannotRehearse(HybridError):
-    """Raised if a training step cannot be run before the run; the message says why."""
+    """Raised if a training step cannot be rehearsed on a copy of the module; the text says why."""
 
 
 @contextmanager
@@ -53,20 +53,22 @@ def rehearsal(
     *,
     shares: bool = False,
 ) -> Iterator[Sequence[CalledNetwork]]:
-    """Run a training step on a copy of the module; inside, its networks may be measured.
+    """Run a training step on a copy of the module, and yield the networks that it has called.
 
-    They are those that were called, in the order of their first calls.
+    They are in the order of their first calls, and can be measured inside the context. Random
+    generators are afterwards as they were before.
 
     Args:
         trainer: the Trainer, which is about to fit.
         module: the user's module, with all its weights in memory.
-        names: names of the modules that are networks; None: they are found.
+        names: dotted names of the modules that are networks; None: they are found by their calls.
         device: device of this rank.
-        precision: Lightning's precision plugin, whose context is entered.
-        shares: whether to look for losses of which each micro-batch has a share.
+        precision: Lightning's precision plugin; the step runs in its context.
+        shares: whether to look for losses inside a network of which each micro-batch has a share,
+            as backwards need that run inside the network's calls.
 
     Raises:
-        CannotRehearse: no call of a network was seen.
+        CannotRehearse: module or loader cannot be copied, or no call of a network was seen.
     """
     states = random_states()
     devices = [device] if device.type == "cuda" else []
@@ -88,10 +90,12 @@ def _look(
     *,
     shares: bool,
 ) -> ForeseenCalls:
-    """Run the training step of a copy on a batch. Returns what was seen.
+    """Run the training step of a copy on one batch, and return the calls of networks in it.
+
+    See :func:`rehearsal` for the arguments.
 
     Raises:
-        CannotRehearse: no call of a network was seen in it.
+        CannotRehearse: the module cannot be copied, or no call of a network was seen.
     """
     place, stand_in = with_room_for(module, device), copy.copy(trainer)
     # what the step logs must not reach the loggers
@@ -116,7 +120,16 @@ def _told(error: Exception) -> str:
 
 
 def _copied(module: LightningModule, trainer: Trainer, stand_in: Trainer) -> LightningModule:
-    """A copy of the module, with weights of its own, that logs nothing."""
+    """Copy a module with its weights; the copy logs and prints nothing.
+
+    Args:
+        module: the user's module.
+        trainer: its Trainer, which is not copied.
+        stand_in: the Trainer that the copy gets.
+
+    Raises:
+        CannotRehearse: it cannot be copied.
+    """
     # not of the Trainer, which has loaders, loggers and process groups
     memo: dict[int, Any] = {id(trainer): stand_in, id(trainer.strategy): trainer.strategy}
     try:
@@ -130,7 +143,7 @@ def _copied(module: LightningModule, trainer: Trainer, stand_in: Trainer) -> Lig
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for `log`, `log_dict` and `print` on the copy: does nothing."""
+    """Do nothing: stands in for ``log``, ``log_dict`` and ``print`` of a copied module."""
 
 
 # ---------------------------------------------------------------- what is run
@@ -139,7 +152,17 @@ def _nothing(*_: Any, **__: Any) -> None:
 def _train_on_a_batch(
     source: Any, copied: LightningModule, device: torch.device, precision: Precision
 ) -> None:
-    """Run ``training_step`` on the first batch, with the hooks that transfer it."""
+    """Run the ``training_step`` of a copied module on the first batch, with the transfer hooks.
+
+    Args:
+        source: what the Trainer takes training batches from; see `training_source`.
+        copied: the copied module.
+        device: device for the batch.
+        precision: Lightning's precision plugin, which converts the batch.
+
+    Raises:
+        CannotRehearse: the loader cannot be copied, or the step takes a ``dataloader_iter``.
+    """
     # a copy shares large tensors, since data sets may be too large to be copied
     source = copied if isinstance(source, LightningModule) else _shared_copy(source)
     datamodule = source if isinstance(source, LightningDataModule) else None
@@ -165,7 +188,11 @@ def _train_loaders(source: Any) -> Any:
 
 
 def _first_batch(loaders: Any) -> Any:
-    """The first batch of copies of loaders, made in this process."""
+    """Return the first batch of data loaders, made in this process.
+
+    Args:
+        loaders: copies of the user's loaders, whose options for loader processes are changed here.
+    """
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:
         if isinstance(loader, DataLoader):  # start no loader processes for one batch
@@ -179,7 +206,9 @@ def _first_batch(loaders: Any) -> Any:
 
 
 def _shared_copy(thing: Any) -> Any:
-    """Copy an object, but share large tensors and arrays, classes, functions and modules.
+    """Copy an object such as a data loader; large tensors and arrays are not copied but shared.
+
+    So are classes, functions, modules and Trainers.
 
     Raises:
         CannotRehearse: it has something that cannot be copied, such as a generator.
@@ -201,7 +230,13 @@ def _shared_copy(thing: Any) -> Any:
 
 
 class _Sharing(pickle.Pickler):
-    """Pickles an object with references in place of what its copy shares, listed in ``kept``."""
+    """A pickler that replaces what a copy is to share by references.
+
+    Args:
+        kept: a list to which the shared objects are appended; a reference is an index in it.
+        arguments: those of `pickle.Pickler`.
+        keywords: likewise.
+    """
 
     def __init__(self, kept: list[Any], *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)

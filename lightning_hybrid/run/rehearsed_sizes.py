@@ -1,4 +1,4 @@
-"""Automatic sizes: rank 0 rehearses a training step and chooses sizes, which all ranks get.
+"""Choose the numbers of replicas, stages and micro-batches on rank 0, by a rehearsed training step.
 
 This happens before the run, while no rank is a driver or worker yet: networks are profiled on a
 copy (:mod:`lightning_hybrid.run.rehearsal`). The profiles are kept in their cache, where the run
@@ -37,13 +37,15 @@ def choose_on_rank_0(
     *,
     deferred: bool,
 ) -> Sizes | None:
-    """Choose numbers of replicas, stages and micro-batches for a run.
+    """On rank 0, choose the numbers of replicas, stages and micro-batches for a run.
+
+    Runs and measures a copy of the module, so it may take a while; a line says what was chosen.
 
     Args:
         trainer: the Trainer, which is setting up the run.
         config: options of the user.
-        machine: the devices of all ranks.
-        allowed: function that tells whether numbers of replicas and stages may be chosen.
+        machine: the devices of all ranks, from a survey.
+        allowed: function that tells whether a number of replicas and one of stages may be chosen.
         deferred: whether the network is made in ``configure_model``, each weight by its owner.
 
     Returns:
@@ -76,7 +78,12 @@ def _choose(
     module, precision = trainer.lightning_module, trainer.precision_plugin
 
     def measured(seen: CalledNetwork, microbatches: int) -> PartitionTable:
-        """The table of a network for a number of micro-batches, measured or from the cache."""
+        """Return the costs of a network's partitions for a micro-batch, measured or from the cache.
+
+        Args:
+            seen: a call of the network with a whole batch.
+            microbatches: into how many micro-batches the batch is split.
+        """
         graph = seen.graph
         if microbatches > 1 and not graph.is_static:
             seen = replace(seen, leaves=graph.split(list(seen.leaves), microbatches)[0])
@@ -116,6 +123,11 @@ def _choose(
 
 
 def _why_whole(looked: Sequence[CalledNetwork], microbatches: int) -> str | None:
-    """The reason why batches of a network cannot be split; ``None``: they can, for all networks."""
+    """Say why the batches of some network cannot be split; ``None``: all can be split.
+
+    Args:
+        looked: calls of the networks, each with a whole batch.
+        microbatches: into how many micro-batches.
+    """
     calls = [(s.graph, s.leaves) for s in looked if s.graph.batch_of(s.leaves) != 1]
     return next(filter(None, (why_whole(*call, microbatches) for call in calls)), None)

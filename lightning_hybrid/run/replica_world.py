@@ -1,9 +1,9 @@
-"""The ranks that scripts see: a world of the R replicas, and not of all processes.
+"""The ranks and sizes that Lightning and scripts are told: R replicas are counted, not processes.
 
 A launcher numbers all processes. Scripts divide data and scale by ranks, which must give the same
-as under DDP over R devices, and with one replica as on one device. So the world has size R, and
-drivers are numbered 0 .. R-1; workers, which run the hooks before the set-up of a run, have numbers
-above these, so that code for one rank runs on one.
+as under DDP over R devices, and with one replica as on one device. So the world size is R, and
+drivers have the ranks 0 .. R-1. Workers, which may run hooks before the set-up of a run, have ranks
+from R on, so that code for one rank runs on one.
 
 These are the numbers in properties of the strategy (:mod:`lightning_hybrid.strategy`) at any time,
 and in environment variables during a run (:class:`ShownRanks`). Launchers, the store and the next
@@ -23,10 +23,10 @@ from lightning_hybrid.errors import PlanError
 
 @dataclass(frozen=True)
 class LauncherRanks:
-    """The numbers of this process among all processes, as the launcher has given them.
+    """The numbers that the launcher has given this process; all processes are counted.
 
     Attributes:
-        rank: number of the process.
+        rank: global rank of the process.
         local_rank: number of the process on its host.
         node_rank: number of the host.
     """
@@ -37,10 +37,12 @@ class LauncherRanks:
 
     @classmethod
     def by(cls, environment: ClusterEnvironment | None, per_host: int) -> "LauncherRanks":
-        """The numbers of this process, from the launcher's environment.
+        """Read the numbers of this process from the launcher's environment.
+
+        Also sets the global rank in Lightning's object where that keeps the number itself.
 
         Args:
-            environment: Lightning's cluster environment.
+            environment: Lightning's cluster environment; ``None``: all numbers are 0.
             per_host: number of processes of each host.
         """
         if environment is None:
@@ -50,7 +52,12 @@ class LauncherRanks:
         return cls(environment.global_rank(), local, node)
 
     def neighbours(self, hosts: int, per_host: int) -> list[int]:
-        """The ranks of all processes of this host, by local rank."""
+        """The global ranks of all processes of this host, in the order of their local ranks.
+
+        Args:
+            hosts: number of hosts.
+            per_host: number of processes of each host.
+        """
         first = self.rank - self.local_rank
         if self.rank == self.node_rank * per_host + self.local_rank:
             return list(range(first, first + per_host))
@@ -59,14 +66,16 @@ class LauncherRanks:
 
 @dataclass(frozen=True)
 class ReplicaWorld:
-    """The numbers of one process in the world of the replicas.
+    """What Lightning and the user's script are told of ranks and hosts on one process.
+
+    Replicas are counted, not processes.
 
     Attributes:
         rank: rank of this process: below ``size`` for drivers, from ``size`` on for workers.
-        size: number of replicas.
-        local_rank: number of this process on its host, drivers first.
-        drivers: the launcher's local ranks of this host's drivers; if it has none, of its first
-            worker.
+        size: number of replicas, which is told as the world size.
+        local_rank: number of this process on its host, where drivers are counted first.
+        drivers: local ranks of this host's drivers, as the launcher counts them. If the host has no
+            driver, that of its first worker.
         node_rank: number of this host: below ``hosts`` if it has drivers, else from ``hosts`` on.
         hosts: number of hosts that have drivers.
     """
@@ -82,11 +91,11 @@ class ReplicaWorld:
     def of(
         cls, coordinates: Coordinates, launched: LauncherRanks, hosts: int, per_host: int
     ) -> "ReplicaWorld":
-        """The ranks and world sizes of a process, counted in replicas.
+        """Compute what a process is told, from its place in the mesh and on its host.
 
         Args:
             coordinates: coordinates of the process.
-            launched: its rank and local rank, as the launcher counts processes.
+            launched: the launcher's numbers of the process.
             hosts: number of hosts.
             per_host: number of processes of each host.
         """
@@ -110,7 +119,7 @@ class ReplicaWorld:
 
     @property
     def variables(self) -> dict[str, int]:
-        """The numbers by name of the environment variables of launchers and schedulers."""
+        """Values for the environment variables by which launchers tell ranks and sizes, by name."""
         numbers = (
             (self.rank, _RANK),
             (self.size, _SIZE),
@@ -158,7 +167,7 @@ _HOSTS = ("GROUP_WORLD_SIZE", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 
 @dataclass
 class ShownRanks:
-    """Changes environment variables during a run to the numbers of the world of the replicas.
+    """Sets the environment variables of ranks and sizes for a run, and puts them back after it.
 
     Only variables that the launcher has set are changed. Processes that are started meanwhile, such
     as those of loaders, inherit them.
@@ -167,7 +176,11 @@ class ShownRanks:
     _changed: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def show(self, variables: Mapping[str, int]) -> None:
-        """Set variables to these values, if they exist."""
+        """Set those of these environment variables that exist; :meth:`restore` puts them back.
+
+        Args:
+            variables: new values, by name.
+        """
         self.restore()
         for name, value in variables.items():
             before = os.environ.get(name)
@@ -176,7 +189,7 @@ class ShownRanks:
                 os.environ[name] = str(value)
 
     def restore(self) -> None:
-        """Put back the launcher's values, but for variables that other code has changed since."""
+        """Put the launcher's values back, except in variables that other code has changed since."""
         while self._changed:
             name, (before, shown) = self._changed.popitem()
             if os.environ.get(name) == shown:
@@ -184,13 +197,15 @@ class ShownRanks:
 
 
 _ASKED_THROUGH = {"world_size", "num_devices", "device_ids", "num_nodes"}
-"""Properties of the Trainer that read those of its strategy."""
+"""Properties of the Trainer that only pass on what its strategy says."""
 
 
 def asked_by_framework() -> bool:
-    """Whether the calling code is Lightning's, torch's or this package's, and not the user's.
+    """Whether the code that asks for a rank or size is a framework's, and not the user's.
 
-    Lightning's callbacks count as the user's, since they keep the values that they read.
+    It looks at the call stack: the innermost caller outside of this package decides. Frameworks are
+    Lightning, torch and this package; but Lightning's callbacks count as the user's code, since
+    they keep the values that they read.
     """
     for name, function in _callers():
         if name.startswith("lightning_hybrid."):
@@ -205,7 +220,10 @@ def asked_by_framework() -> bool:
 
 
 def _callers() -> Iterator[tuple[str, str]]:
-    """Module and function of each frame of the stack, innermost first."""
+    """Yield names of module and function for each frame of the call stack, innermost first.
+
+    It begins with the caller of the function that iterates over this.
+    """
     frame: Any = sys._getframe(2)
     while frame is not None:
         yield str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
@@ -213,13 +231,15 @@ def _callers() -> Iterator[tuple[str, str]]:
 
 
 def refuse_other_shards(loader: Any, launched: int, all_ranks: int, world: ReplicaWorld) -> None:
-    """Refuse a loader that divides its samples over all processes, of which drivers are a part.
+    """Refuse a data loader that divides its samples over all processes, not over the replicas.
+
+    The samples that it leaves to workers would be lost.
 
     Args:
-        loader: a loader of a driver.
-        launched: number of this process among all processes.
+        loader: a data loader on a driver.
+        launched: the launcher's global rank of this process.
         all_ranks: number of all processes.
-        world: this process in the world of the replicas.
+        world: what this process is told of ranks and sizes.
 
     Raises:
         PlanError: its sampler or data set was made for all processes, before the run.

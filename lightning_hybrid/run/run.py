@@ -1,4 +1,4 @@
-"""The data of one run on a rank, from which sessions of drivers and workers are made."""
+"""The data of one run on a driver, from which its session and the order for servers are made."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ from lightning_hybrid.state import make_what_no_network_owns
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One call of ``fit``, ``validate``, ``test``, ``predict`` or ``fabric.launch`` on this rank.
+    """The data of one call of ``fit``, ``validate``, ``test``, ``predict`` or ``fabric.launch``.
 
     Attributes:
         config: options of the user.
@@ -45,11 +45,12 @@ class Run:
         building: how the weights of the module were made: whole on each rank, or by their owners.
         stopwatch: adds up the times of forwards and backwards of this rank, for the log and for
             ``replan="epoch"``; ``None``: nobody reads them.
-        shared: names of the parameters and buffers that all ranks have.
-        plans: the current plans by name of the network; networks that are cut add theirs.
+        shared: names of the parameters and buffers that the module has on all drivers.
+        plans: the plans in force by name of the network; a plan is added when its network is cut.
         progress: shows the work before the first step.
-        again: by name of the network, if its cuts may change: plans it for other speeds of the
-            devices, given the plan in force; see :func:`lightning_hybrid.planning.plan_again`.
+        again: by name of each network whose cuts may change, a function that plans it for other
+            speeds of the devices, given the plan in force and the speeds; see
+            :func:`lightning_hybrid.planning.plan_again`.
     """
 
     config: Config
@@ -80,15 +81,16 @@ class Run:
         *,
         synchronise: bool,
     ) -> "Run":
-        """Make the run that a Trainer is about to begin.
+        """Make the data of the run that a Trainer is about to begin (collective over the drivers).
 
         Args:
             trainer: the Trainer, which has set up the accelerator and the module.
             config: options of the user.
             world: the ranks of the run.
-            building: how the weights were made.
-            plans: the current plans.
-            synchronise: whether the user wants batch statistics over the replicas.
+            building: how the weights of the module were made.
+            plans: the plans in force, by name of the network; networks that are cut are added.
+            synchronise: whether the user wants batch statistics over the replicas, which are taken
+                if the run trains and there are several.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         device = trainer.strategy.root_device
@@ -114,7 +116,7 @@ class Run:
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer, for features that do not exist under Fabric."""
+        """The Trainer of the run; must not be asked for under Fabric, which has none."""
         assert isinstance(self.framework, TrainerFramework)
         return self.framework.trainer
 
@@ -125,7 +127,7 @@ class Run:
 
     @property
     def cuts_stay(self) -> str:
-        """Why ``replan="epoch"`` leaves the cuts as they are; empty: it may change them."""
+        """Why the option ``replan="epoch"`` cannot change the cuts in this run; empty: it can."""
         here = self.world.coordinates
         if here.ranks_per_replica == 1:
             return "there is one stage"
@@ -137,22 +139,22 @@ class Run:
 
     @property
     def changes_cuts(self) -> bool:
-        """Whether stages may get other cuts between epochs."""
+        """Whether stages may be cut at other places when an epoch begins."""
         return self.fitting and self.config.replans_cuts and not self.cuts_stay
 
     def stage_options(self) -> StageOptions:
-        """Make the options of stages; all drivers call this together, since it may make a group."""
+        """Make the options of stages (collective over the drivers, since it may make a group)."""
         statistics = self.world.mesh.statistics() if self.synchronised else None
         return replace(self._options, statistics=statistics)
 
     @property
     def _options(self) -> StageOptions:
-        """The options of stages, without a group."""
+        """The options of stages, without the group for batch statistics over the replicas."""
         weights, shrinking = self.config.settings.delayed_weights, self.config.gradient_shrinking
         return StageOptions(self.config.compile_stages, None, weights, shrinking)
 
     def order(self, *, survives: bool) -> ServeOrder:
-        """The order for servers of this run.
+        """Make the order by which rank 0 has the servers serve in this run.
 
         Args:
             survives: whether replicas go on if one is lost.
@@ -175,15 +177,15 @@ class Run:
         *,
         optimizers: Sequence[Optimizer],
     ) -> Plan:
-        """The plan of a network: the user's, or a new one.
+        """Return the plan of a network: the user's, or a new one, for which it is profiled.
 
-        The arguments but the last are those of
+        Without ``optimizers`` it is a
         :data:`lightning_hybrid.driver.network_options.Planner`.
 
         Args:
-            network: the network, with the tensors of a micro-batch.
+            network: the network, with the input tensors of a micro-batch.
             microbatches: number of micro-batches.
-            beside: plans of other networks on these devices.
+            beside: plans of the networks that are on these devices already.
             chosen: whether to choose the cuts even if the user has given a plan or cut points.
             optimizers: the user's optimizers, whose state needs memory if the run trains.
 
@@ -221,10 +223,12 @@ class Run:
         )
 
     def share_weights(self) -> None:
-        """On drivers, broadcast the weights of replica 0 to all replicas, on the CPU.
+        """Give all replicas the weights and buffers of replica 0 (collective over the drivers).
+
+        Weights that no network can own are made first, where weights are made later.
 
         Raises:
-            NetworkError: there are other ranks, and one cannot be sent.
+            NetworkError: there are other ranks, and some weight cannot be sent to them.
         """
         coordinates = self.world.mesh.coordinates
         if coordinates.replicas * coordinates.ranks_per_replica > 1:
@@ -234,10 +238,12 @@ class Run:
 
 
 def refuse_composed(module: nn.Module) -> None:
-    """Refuse weights that keep their numbers in other tensors, and so cannot be sent as they are.
+    """Refuse a module with weights that keep their numbers in other tensors, as quantised ones do.
+
+    They cannot be sent to other ranks as they are.
 
     Raises:
-        NetworkError: there is one.
+        NetworkError: a parameter or buffer is of that kind.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_composed(tensor):
@@ -249,12 +255,15 @@ def refuse_composed(module: nn.Module) -> None:
 
 
 def progress_beside(trainer: Trainer) -> StartProgress:
-    """Where a Trainer has a progress bar, by lines on global rank 0."""
+    """Make what shows the work before the first step, by lines on global rank 0.
+
+    If the Trainer has no progress bar, nothing is shown.
+    """
     return StartProgress(None if trainer.progress_bar_callback is None else rank_zero_info)
 
 
 def scalers_of(precision: Precision) -> list[GradScaler]:
-    """The gradient scaler of a precision plugin, in a list, which is empty if there is none."""
+    """Return a list with the gradient scaler of a precision plugin; empty: it has none."""
     plugin: object = precision  # Fabric's is no subclass of the Trainer's
     if isinstance(plugin, MixedPrecision | FabricMixedPrecision) and plugin.scaler is not None:
         return [plugin.scaler]
@@ -262,7 +271,10 @@ def scalers_of(precision: Precision) -> list[GradScaler]:
 
 
 def scaled(precision: Precision, number: Tensor) -> Tensor:
-    """A number, multiplied by what the scaler of a precision multiplies losses with."""
+    """Multiply a number by the factor by which the precision's gradient scaler multiplies losses.
+
+    Without a scaler the number is returned as it is.
+    """
     for scaler in scalers_of(precision):  # (not `get_scale`, which reads it from a GPU)
         number = scaler.scale(number)
     return number

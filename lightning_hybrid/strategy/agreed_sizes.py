@@ -1,7 +1,8 @@
-"""All ranks agree on the numbers of replicas and stages that the user has left open.
+"""Agree among all ranks on the numbers of replicas and stages that the user has left open.
 
-:mod:`lightning_hybrid.run.rehearsed_sizes` chooses them on rank 0. This module adds two limits:
-what the user's code has been told already, and what ``prepare_data`` has set on one rank alone.
+:mod:`lightning_hybrid.run.rehearsed_sizes` chooses them on rank 0. This module adds two limits: a
+number of replicas that the user's code has been told stays, and there is one replica if
+``prepare_data`` has set attributes on one rank alone.
 """
 
 from collections.abc import Callable
@@ -20,17 +21,21 @@ def agree_on_sizes(
     deferred: bool,
     alone: bool,
 ) -> bool:
-    """Choose sizes, which all ranks do together, and take the coordinates that follow.
+    """Choose the numbers of replicas, stages and micro-batches, and join the mesh (collective).
+
+    All ranks call this together. Rank 0 chooses, and the others get its result. The sizes are set
+    in ``ranks.config``, and the coordinates of this rank follow from them.
 
     Args:
-        ranks: they get the sizes.
-        trainer: Lightning's. Its network is built.
-        allowed: whether the Trainer allows numbers of replicas and stages.
-        deferred: whether weights are made by those who will own them.
-        alone: whether rank 0 alone has what ``prepare_data`` has set.
+        ranks: where this process stands.
+        trainer: the Trainer, whose LightningModule is built.
+        allowed: function that tells whether the Trainer allows numbers of replicas and of stages.
+        deferred: whether the network is made in ``configure_model``, each weight by its owner.
+        alone: whether rank 0 alone has attributes that ``prepare_data`` has set. Then there is one
+            replica.
 
     Returns:
-        Whether sizes were chosen; else all devices form one chain.
+        Whether sizes were chosen. ``False``: none could be, and all devices form one chain.
     """
     world = ranks.joined
     machine = ranks.look_around(world.everyone.world)
@@ -60,10 +65,15 @@ def agree_on_sizes(
 
 
 def compare_prepared(ranks: StrategyRanks, trainer: Trainer) -> bool:
-    """Whether rank 0 alone has what ``prepare_data`` has set; drivers of other replicas lack it.
+    """Whether ``prepare_data`` has set attributes on rank 0 that other ranks lack (collective).
 
-    That hook runs on one rank of each host only. All ranks call this together, after the ``setup``
-    hooks.
+    That hook runs on one rank of each host only. The ranks compare the names of the attributes of
+    the module and the data module that are not ``None``. Rank 0 prints a line on those that others
+    lack. All ranks that run the script call this together, after the ``setup`` hooks.
+
+    Args:
+        ranks: where this process stands.
+        trainer: the Trainer.
     """
     is_open = not ranks.joined.has_coordinates
     owners = [trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]

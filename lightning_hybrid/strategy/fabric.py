@@ -57,34 +57,40 @@ T = TypeVar("T")
 
 
 class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
-    """For Fabric: trains replicas of a chain of stages, which are placed by predicted time.
+    """Strategy for Fabric that trains replicas of a chain of stages, placed by predicted time.
 
     The function that is given to ``fabric.launch`` stays as it is. One rank of each replica runs
-    it, its driver.
+    it, its driver; the others compute stages. The options mean what they mean for
+    :class:`HybridGabraStrategy`, which says more of them.
 
     Args:
-        data_parallel_size: see :class:`HybridGabraStrategy`, like all up to ``seed``. If both sizes
-            are ``"auto"``, all devices form one chain.
-        pipeline_parallel_size: see there.
-        num_microbatches: see there.
-        schedule: ``"gpipe"``, ``"looped"``, ``"zero_bubble"``, ``"1f1b"`` or ``"auto"``; see there.
-        network: see there; names are those of the model that is given to ``fabric.setup``.
-        plan: see there.
-        search: see there.
-        recompute: see there.
-        compile_stages: see there.
-        verify: see there.
-        rng: see there.
-        seed: see there.
-        parallel_devices: as in Fabric's ``DDPStrategy``, like the following arguments.
-        cluster_environment: see there.
-        checkpoint_io: see there.
-        process_group_backend: see there.
-        timeout: of tensors between ranks.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        data_parallel_size: number of replicas. ``"auto"``: devices / stages. If both sizes are
+            ``"auto"``, all devices form one chain.
+        pipeline_parallel_size: number of devices of a replica, or the numbers of copies of its
+            stages. ``"auto"``: devices / replicas.
+        num_microbatches: into how many slices a replica's batch is split.
+        schedule: how the devices share their time: ``"gpipe"``, ``"looped"``, ``"zero_bubble"``,
+            ``"1f1b"`` or ``"auto"``. Schedules that begin with later batches early are refused.
+        network: dotted name(s) of the module(s) to cut, in the model that is given to
+            ``fabric.setup``. ``None``: found.
+        plan: a :class:`Plan`, a path to one, or cut points. ``None``: searched.
+        search: how a plan is searched where none is given.
+        recompute: whether stages keep no activations, and run their forward again for the backward.
+        compile_stages: whether each stage is run through ``torch.compile``.
+        verify: which calls of a network are compared with what its own Python gives.
+        rng: whose random numbers a network draws.
+        seed: seed of the genetic algorithm.
+        parallel_devices: as in Fabric's ``DDPStrategy``.
+        cluster_environment: as in Fabric's ``DDPStrategy``.
+        checkpoint_io: as in Fabric's ``DDPStrategy``.
+        process_group_backend: backend of tensors between ranks: ``"gloo"`` on CPUs, ``"nccl"`` on
+            CUDA. ``None``: the one for the device.
+        timeout: time-out of tensors between ranks.
+        start_method: how the other processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
 
     Raises:
-        PlanError: the sizes contradict each other, the plan or the number of devices.
+        PlanError: options contradict each other, or need a Trainer.
     """
 
     _no_run = (
@@ -164,7 +170,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._rest()
 
     def __deepcopy__(self, memo: object) -> "HybridGabraFabricStrategy":
-        """Copies of a model that Fabric has wrapped belong to the same run."""
+        """Return this object itself, so that copies of a wrapped model belong to the same run."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,7 +191,10 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """``None`` for one replica, which has the samples of one device in their order."""
+        """Arguments of the sampler that divides data over the replicas; ``None``: one replica.
+
+        A single replica takes its samples in the order in which one device would.
+        """
         if not self.is_distributed:
             return None
         return {"num_replicas": self.num_replicas, "rank": self.coordinates.dp_rank}
@@ -203,7 +212,16 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def run_launched(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """In each process: run what is given to ``fabric.launch``."""
+        """Run, in each process, the function that was given to ``fabric.launch``.
+
+        Args:
+            function: the user's.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the function returns.
+        """
         if self._start_method in ("spawn", "forkserver"):
             # torch gives all processes the same memory, in which each replica would step
             args, kwargs = disable_module_memory_sharing((args, kwargs))
@@ -214,7 +232,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             self._launched = False
 
     def setup_environment(self) -> None:
-        """Meet all other ranks."""
+        """Meet all other ranks (collective). On a worker this serves, and never returns."""
         self._require_launch()
         refuse_device(self.root_device)
         self._set_world_ranks()  # which tell the device of this process
@@ -243,7 +261,13 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._rest()
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # DDP's, there
-        """Share the weights of replica 0; the model's calls are found from here on."""
+        """Begin the run of a model: send the weights of replica 0 to all replicas (collective).
+
+        All drivers call this together. The networks in the model are found by its first call.
+
+        Returns:
+            The model in a wrapper that notes its calls.
+        """
         self._require_launch()
         self._refuse(module)
         bring_here(module)
@@ -279,7 +303,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
                 )
 
     def _begin(self, module: nn.Module) -> Run:
-        """Make the `Run` of a run that begins; all drivers call this together."""
+        """Make the data of the run of a model (collective over the drivers)."""
         world, device = self._ranks.joined, self.root_device
         self._framework = FabricFramework()
         return Run(
@@ -299,7 +323,11 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         )
 
     def finish(self) -> None:
-        """The function has returned: end the run, on the workers too."""
+        """End the run, on the workers too; the model and its optimizers move to the CPU.
+
+        Called when the function that was given to ``fabric.launch`` has returned. It waits for all
+        ranks.
+        """
         self._leave()
         if isinstance(self._session, DriverSession):
             self._session.end()
@@ -310,10 +338,10 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._ranks.joined.end_run()
 
     def fail(self, error: BaseException) -> Failure | None:
-        """This rank fails with ``error``: tell the others.
+        """Tell the other ranks that this one fails with ``error``, and give up the run and groups.
 
         Returns:
-            The failure that came first, on another rank; ``None``: it is this one.
+            The failure of another rank that came first; ``None``: this rank is the first to fail.
         """
         first = self._tell(error, "The code before fabric.setup", "fabric", "behind fabric.setup")
         self._session.abort()
@@ -331,9 +359,10 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     # ------------------------------------------------------------------ devices
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Where a GPU has no room for twice the size of a module, it waits on the CPU.
+        """Move a module to the device of this rank, if it has room for twice the module's size.
 
-        It is cut at its first call with gradients, and each rank gets its stages alone.
+        A module with less room stays on the CPU, and a line says so. It is cut at its first call
+        with gradients; then each rank gets the weights of its own stages.
         """
         device = self.root_device
         all_of_it = device.type == "cpu" or self._ranks.stages == 1
@@ -350,13 +379,17 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Set up a model and its optimizers, which workers will step too."""
+        """Set up a model, and optimizers that then step on all ranks; return all that was given."""
         module = self.setup_module(module)
         self._connect(optimizers)
         return module, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Set up an optimizer for the model that is set up already."""
+        """Let an optimizer of the model that is set up already step on all ranks; return it.
+
+        Raises:
+            HybridError: there are optimizers already.
+        """
         if self._optimizers:
             raise HybridError(
                 f"fabric.setup_optimizers was given {type(optimizer).__name__} beside "
@@ -380,7 +413,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm of the gradients of all stages, which is returned."""
+        """Clip the gradients of all stages by their common norm, and return this norm."""
         self.precision.unscale_gradients(self._known(optimizer))
         return self._driving.optimizers.clip_norm(
             optimizer, float(max_norm), float(norm_type), finite=error_if_nonfinite
@@ -389,7 +422,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
-        """Clip each gradient of all stages to a value."""
+        """Clip each element of the gradients of all stages to +/- ``clip_val``."""
         self.precision.unscale_gradients(self._known(optimizer))
         self._driving.optimizers.clip_values(optimizer, float(clip_val))
 
@@ -404,10 +437,13 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     # ------------------------------------------------------------------ batches and steps
 
     def _call_begins(self, module: nn.Module) -> None:
-        """The model is about to be called.
+        """Prepare for a call of the model: begin a batch, and give all replicas equal buffers.
 
-        The first call with gradients behind a backward begins a batch. Buffers that layers outside
-        of training read are those of replica 0, as DDP has them before each call.
+        The first call with gradients after a backward begins a batch. With several replicas, layers
+        in evaluation mode read the buffers of replica 0, as under DDP.
+
+        Args:
+            module: the user's model, which is about to be called.
         """
         if not isinstance(self._session, DriverSession):
             return  # after the run a model is an ordinary one
@@ -425,7 +461,14 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             driving.evaluation_starts(between=False)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass as every strategy does, and average gradients over the replicas."""
+        """Run a backward pass through all stages, then average gradients over the replicas.
+
+        Args:
+            tensor: the loss.
+            module: the model, or ``None``.
+            args: passed on to Lightning's precision plugin.
+            kwargs: likewise.
+        """
         driving, precision = self._driving, self.precision
         driving.require_network()
         precision.pre_backward(tensor, module)
@@ -434,7 +477,10 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._batch_is_over = True
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step an optimizer as every strategy does."""
+        """Step an optimizer on all ranks, and return what its step returns.
+
+        A backward through what was computed before the step is refused from then on.
+        """
         output = super().optimizer_step(optimizer, **kwargs)
         if isinstance(self._session, DriverSession):
             # weights have changed, so that autograd refuses what was computed with them before
@@ -442,7 +488,12 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         return output
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """What ``fabric.no_backward_sync`` asks: inside, gradients stay those of each replica."""
+        """Return a context in which gradients are not averaged over the replicas.
+
+        Args:
+            module: the model.
+            enabled: ``False``: the context does nothing.
+        """
         return self._driving.accumulating() if enabled else nullcontext()
 
     # ------------------------------------------------------------------ states
@@ -464,11 +515,11 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
 
 
 class StagedModule(nn.Module):
-    """The user's model, whose calls are noted; where DDP puts its wrapper.
+    """A wrapper around the user's model that tells of each call of it, as DDP's wrapper would.
 
     Args:
-        module: the user's.
-        call_begins: is told of each call.
+        module: the user's model.
+        call_begins: called with the model before each of its calls.
     """
 
     def __init__(self, module: nn.Module, call_begins: Callable[[nn.Module], None]) -> None:
@@ -485,16 +536,16 @@ class StagedModule(nn.Module):
 
 
 def _own(module: nn.Module) -> nn.Module:
-    """What the user has set up."""
+    """Return the user's model: out of its `StagedModule`, or as it is."""
     return module.module if isinstance(module, StagedModule) else module
 
 
 class _Launcher:
-    """What Fabric takes for a launcher: another one, which starts processes.
+    """The launcher that Fabric gets: runs a function by another launcher, which starts processes.
 
     Args:
-        strategy: what is launched.
-        launcher: starts the processes.
+        strategy: the strategy of this process.
+        launcher: the launcher that starts the other processes.
     """
 
     def __init__(
@@ -507,11 +558,21 @@ class _Launcher:
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether a notebook may use it."""
+        """Whether it can be used in a notebook."""
         return bool(self._launcher.is_interactive_compatible)
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the other processes of this node, and run ``function`` in all of them."""
+        """Start the other processes of this host, and run a function on all drivers.
+
+        Args:
+            function: the user's.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the function returns in this process; if it runs in spawned or forked processes
+            alone, in the first of them.
+        """
         # the arguments are the user's, and may have the names of the launcher's
         called = partial(self._strategy.run_launched, function, args, kwargs)
         return self._launcher.launch(LaunchedFunction(self._strategy, called))

@@ -1,9 +1,9 @@
-"""Launchers: start a process for each device, of which those of workers are servers.
+"""Launchers: start a process for each device; a worker's process is a server.
 
 Where this package starts the processes and knows the sizes, workers run no script. A launcher of a
-cluster starts the script on every rank, and where sizes are left open this package does so too: in
-these a rank serves from the moment when it is known to be a worker, and does not come back to the
-script (:mod:`lightning_hybrid.worker.server`).
+cluster starts the script on every rank, and so does this package where sizes are left open. A rank
+that runs the script then serves from the moment when it is known to be a worker, and does not come
+back to the script (:mod:`lightning_hybrid.worker.server`).
 
 Every rank of a failed run shows the first error: the rank that fails first writes it to the common
 store, and a rank that has merely lost a peer reads it from there.
@@ -57,32 +57,34 @@ _ECHO_DELAY_S = 1.0  # enough for the rank that failed first to print its traceb
 
 
 class LaunchableStrategy(Protocol):
-    """The methods of a strategy that launchers call."""
+    """The attributes and methods of a strategy that launchers use."""
 
     @property
     def coordinates(self) -> Coordinates:
         """The coordinates of this rank."""
 
     def hide_ranks(self) -> None:
-        """After a run, put back environment variables of ranks: they number all processes again."""
+        """Set the environment variables of ranks back to the launcher's numbers, after a run."""
 
     def finish(self) -> None:
-        """End the run, whose function has returned."""
+        """End the run when its function has returned; all ranks do so together."""
 
     def fail(self, error: BaseException) -> Failure | None:
         """Tell the other ranks that this one has failed.
 
         Returns:
-            The failure of another rank that came first; ``None``: this one is the first.
+            The failure of another rank that came first; ``None``: this rank is the first to fail.
         """
 
 
 class LaunchedFunction:
-    """The function that drivers run, launched in every process.
+    """A function with the end of its run: calls it, then ends the run or reports its error.
+
+    Every process that runs the script calls this.
 
     Args:
         strategy: the strategy of this process.
-        function: the user's.
+        function: the user's function.
     """
 
     def __init__(self, strategy: LaunchableStrategy, function: Callable[..., Any]) -> None:
@@ -90,7 +92,11 @@ class LaunchedFunction:
         self._function = function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the function, and end the run."""
+        """Call the function with these arguments, end the run, and return what it returns.
+
+        Raises:
+            BaseException: the error of the first rank that has failed.
+        """
         strategy = self._strategy
         try:
             result = self._run(arguments, keywords)
@@ -106,18 +112,23 @@ class LaunchedFunction:
 
 
 class LaunchedTrainerMethod(LaunchedFunction):
-    """As :class:`LaunchedFunction`, for a method of a Trainer.
+    """A :class:`LaunchedFunction` for a bound method of a Trainer.
 
     Args:
-        function: a bound method of the Trainer. (The strategy is found through it, so that the two
-            stay together when a launcher pickles them.)
+        function: the method. (The strategy is found through its Trainer, so that the two stay
+            together when a launcher pickles them.)
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run the function, and end the run."""
+        """Call the method with these arguments, end the run, and return what it returns.
+
+        Raises:
+            HybridError: the Trainer is of the package of Lightning that this process does not use.
+            BaseException: the error of the first rank that has failed.
+        """
         trainer = cast(MethodType, self._function).__self__
         if not isinstance(trainer, Trainer):  # this process uses Lightning's other package
             raise HybridError(OTHER_PACKAGE)
@@ -133,7 +144,14 @@ class LaunchedTrainerMethod(LaunchedFunction):
 
 
 def _raise_first(strategy: LaunchableStrategy, error: BaseException) -> NoReturn:
-    """Report ``error`` to all ranks; raise it, or the failure of another rank that came first."""
+    """Report an error to all ranks; raise it, or the failure of another rank that came first.
+
+    Of an error that came from another rank, only a short text is printed if nobody catches it.
+
+    Args:
+        strategy: the strategy of this process.
+        error: what this rank has raised.
+    """
     if is_loss(error) and not isinstance(error, ConnectionLost):
         # from a collective of Lightning or torchmetrics, whose text does not name the lost rank
         error = connection_lost(ANOTHER_REPLICA, cast(RuntimeError, error))
@@ -163,12 +181,13 @@ def _part(function: Callable[..., Any]) -> LaunchedFunction:
 
 
 class HybridSubprocessLauncher(SubprocessScriptLauncher):
-    """Starts servers for workers, and the script again for the other drivers.
+    """Starts the other processes of this host: servers for workers, the script for other drivers.
 
     Attributes:
-        before_start: called before the script is started again so many times; may raise to prevent
-            it.
-        servers: gives the ranks of this host that get servers, where it is known who is a worker.
+        before_start: called before the script is started again, with the number of processes that
+            will run it; may raise an error to prevent that.
+        servers: called before processes are started; returns the local ranks whose processes are
+            servers. It is empty where it is not known yet which ranks are workers.
     """
 
     before_start: Callable[[int], None] = staticmethod(lambda number: None)
@@ -176,7 +195,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether it works in a notebook: with servers, which need no script."""
+        """Whether it can be used in a notebook: on one host, where servers need no script."""
         return self.num_nodes == 1
 
     def launch(
@@ -186,7 +205,23 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         trainer: Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Start the other processes of this node, then run ``function`` in this one."""
+        """Start the other processes of this host, then run a function in this one.
+
+        Processes that an earlier run has started are used again.
+
+        Args:
+            function: a bound method of a Trainer, or a `LaunchedFunction`.
+            args: its arguments.
+            trainer: not used.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            RemoteError: a process has ended by the failure of an earlier run.
+            BaseException: the error of the first rank that has failed.
+        """
         miss_nobody()
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -206,7 +241,13 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         return result
 
     def _start_missing(self) -> None:
-        """Start the processes of ranks that no earlier run of this script has started."""
+        """Start the processes of this host that no earlier run of this script has started.
+
+        Raises:
+            PlanError: some of them would have to run the script, and an earlier run has started
+                others.
+            HybridError: the script cannot be started again.
+        """
         missing = range(1 + len(Children.processes), self.num_processes)
         if not missing:
             return
@@ -232,11 +273,11 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         atexit.register(leave_nobody)
 
     def _start(self, rank: int, *, served: bool) -> "Popen[bytes]":
-        """Start the process of a rank of this host.
+        """Start the process of one rank of this host, after setting ``MASTER_ADDR`` and the like.
 
         Args:
-            rank: its number.
-            served: whether it is a server; else it runs the script.
+            rank: local rank of the process.
+            served: whether the process is a server; else it runs the script.
         """
         environment = self.cluster_environment
         # (for later Trainers too)
@@ -256,7 +297,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
 
 
 def has_script() -> bool:
-    """Whether other processes could run what this one runs: a file, or a module."""
+    """Whether the program of this process is a file or module that could be started again."""
     main = sys.modules["__main__"]
     if hasattr(sys, "ps1"):  # a notebook or a prompt
         return False
@@ -264,10 +305,10 @@ def has_script() -> bool:
 
 
 def _require_script() -> None:
-    """Check that there is a script, which the other ranks run.
+    """Check that the program of this process can be started again for other ranks.
 
     Raises:
-        HybridError: there is none.
+        HybridError: it cannot, as in a notebook.
     """
     if not has_script():
         raise HybridError(
@@ -280,9 +321,14 @@ def _require_script() -> None:
 
 
 class _AllProcesses:
-    """A strategy whose ``num_processes`` and ``local_rank`` count all processes, not drivers alone.
+    """Wraps a strategy for Lightning's launcher, which starts ``num_processes`` processes.
 
-    Lightning's launcher starts that many.
+    Here ``num_processes`` and ``local_rank`` count all processes of this host; the strategy itself
+    counts drivers alone. All other attributes are the strategy's.
+
+    Args:
+        strategy: the strategy.
+        num_processes: number of all processes of this host.
     """
 
     def __init__(self, strategy: ParallelStrategy, num_processes: int) -> None:
@@ -291,7 +337,7 @@ class _AllProcesses:
 
     @property
     def local_rank(self) -> int:
-        """The number that the launcher has set in this process; number 0 returns the results."""
+        """Local rank that the launcher has set in this process; process 0 returns the results."""
         return int(os.environ["LOCAL_RANK"])
 
     def __getattr__(self, name: str) -> Any:
@@ -301,13 +347,13 @@ class _AllProcesses:
 
 
 class HybridMultiProcessingLauncher(MultiProcessingLauncher):
-    """Spawns or forks one process per device.
+    """Spawns or forks one process per device of this host.
 
     Args:
         strategy: the strategy that is launched.
         start_method: how processes are started.
-        num_processes: number of processes on this host.
-        coordinates_of: function that gives the coordinates of the process with a local rank.
+        num_processes: number of all processes of this host.
+        coordinates_of: function from the local rank of a process to its coordinates.
     """
 
     def __init__(
@@ -328,7 +374,13 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
         trainer: Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Start a process per device, run ``function`` in each, and return the first one's result.
+        """Start a process per device, run a function in each, and return what the first returns.
+
+        Args:
+            function: a bound method of a Trainer, or a `LaunchedFunction`.
+            args: its arguments.
+            trainer: the Trainer, which gets the results of the first process.
+            kwargs: its keyword arguments.
 
         Raises:
             RemoteError: a process was killed, or ended without an exception.
@@ -343,7 +395,7 @@ class HybridMultiProcessingLauncher(MultiProcessingLauncher):
 
 
 class _ShortTexts:
-    """A ``sys.excepthook`` that prints a short text for errors that came from another rank.
+    """A ``sys.excepthook`` that prints a short text for each error that `_shorten` has marked.
 
     Args:
         usual: the hook that was set before, which prints every other error.
@@ -366,14 +418,16 @@ class _ShortTexts:
 def _shorten(
     error: BaseException, here: Coordinates, first: str, *, whole: bool, at_once: bool
 ) -> None:
-    """Have a short text printed for ``error``, in place of a traceback, if nobody catches it.
+    """Mark an error: if nobody catches it, a short text is printed in place of its traceback.
+
+    Sets ``sys.excepthook`` for that.
 
     Args:
-        error: the error that this rank raises.
+        error: the error that this rank is about to raise.
         here: coordinates of this rank.
-        first: text of the first failure, with a traceback.
-        whole: whether to print all of ``first``; else one line, since another rank prints it.
-        at_once: whether to print without waiting for another rank to print first.
+        first: text of the first failure of the run, with a traceback.
+        whole: whether to print all of ``first``; else one line, since another rank prints it all.
+        at_once: whether to print at once; else a second later, after the rank that failed first.
     """
     own = first.startswith(str(here))
     if whole:

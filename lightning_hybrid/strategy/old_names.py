@@ -1,4 +1,4 @@
-"""Names that arguments had before version 0.1: what is written for them now. For one release."""
+"""Advice for arguments that had other names before version 0.1; kept for one release."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -23,7 +23,10 @@ NEW_WAYS = {
 
 
 def tells_new_names(init: Callable[P, None]) -> Callable[P, None]:
-    """Have a constructor answer an old name by the new way, and not by "unexpected keyword"."""
+    """Decorate a constructor: an argument with an old name raises an error that says the new way.
+
+    That is a TypeError, as Python raises it for any unexpected keyword.
+    """
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -1,7 +1,7 @@
 """Where this process stands: among all that were launched, in the mesh, and among the replicas.
 
-To Lightning and to scripts the world is that of DDP over the drivers, one per replica; what they
-are told of it is :mod:`lightning_hybrid.run.replica_world`.
+Lightning and scripts are told of a world like that of DDP over the drivers, one per replica; see
+:mod:`lightning_hybrid.run.replica_world`.
 """
 
 import os
@@ -60,19 +60,23 @@ T = TypeVar("T")
 
 
 class StrategyRanks:
-    """The ranks that a strategy speaks of, before, in and between its runs.
+    """The ranks, sizes and devices of a strategy on this process, before, in and between its runs.
 
     Args:
         config: what the user has asked for.
+        reseeds: whether the drivers set their random generators to the same seed when they join a
+            mesh of several replicas.
 
     Attributes:
         config: the same, with sizes once they are chosen.
-        devices: of all processes of this host, one each; ``None``: no Trainer has set them.
+        devices: the devices of all processes of this host, by local rank; ``None``: no Trainer or
+            Fabric has set them.
         hosts: number of hosts.
-        world: all ranks, if this process has met them.
-        launched: where the launcher has put this process.
-        told_replicas: what the user's code has heard of the world's size before there were sizes.
-        asked_for: how it has asked for it.
+        world: all ranks; a `NoWorld` until this process has met them.
+        launched: the numbers that the launcher has given this process.
+        told_replicas: number of replicas that the user's code was told before it was chosen;
+            ``None``: it was told none.
+        asked_for: the attribute by which the user's code has asked for it.
     """
 
     def __init__(self, config: Config, *, reseeds: bool = True) -> None:
@@ -92,7 +96,7 @@ class StrategyRanks:
         self._timeout = timedelta()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without groups: a Trainer can be pickled after a run, and spawned with."""
+        """The state to pickle, without process groups, so that a Trainer can spawn processes."""
         return vars(self) | {"world": NoWorld()}
 
     # ------------------------------------------------------------------ all processes
@@ -104,28 +108,28 @@ class StrategyRanks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Replicas and devices of each, for the devices that there are."""
+        """The number of replicas, and the number of devices of a replica."""
         return self.config.shape(self.hosts, self.per_host)
 
     @property
     def replicas(self) -> int:
-        """Over how many replicas the data is divided."""
+        """Number of replicas, lost ones included."""
         return self.shape[0]
 
     @property
     def survivors(self) -> Survivors | None:
-        """The replicas that go on if one is lost, in a run that does so."""
+        """The replicas that are left, in a run that goes on when one is lost; else ``None``."""
         world = self.world
         return world.mesh.survivors if isinstance(world, World) and world.has_coordinates else None
 
     @property
     def living(self) -> int:
-        """Number of replicas, without lost ones."""
+        """Number of replicas that are left, over which the data is divided."""
         return self.replicas if self.survivors is None else len(self.survivors.living)
 
     @property
     def global_rank(self) -> int:
-        """The rank that Lightning is told: of drivers the number among those that are left."""
+        """The rank that Lightning is told; for a driver its number among those that are left."""
         here, survivors = self.coordinates, self.survivors
         if survivors is None or not here.is_driver:
             return here.lightning_rank
@@ -138,17 +142,28 @@ class StrategyRanks:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands in the mesh of replicas and stages."""
+        """The coordinates of this rank in the mesh; before it has met the others, default ones."""
         if isinstance(self.world, World):  # ranks may have got others
             return self.world.coordinates
         return self._coordinates_at(self.launched.rank)
 
     def coordinates_of(self, local_rank: int) -> Coordinates:
-        """Coordinates of a process of this host, before a survey of the devices."""
+        """Coordinates that a process of this host has in the default order; see `_coordinates_at`.
+
+        Args:
+            local_rank: number of the process on this host.
+        """
         return self._coordinates_at(self.launched.node_rank * self.per_host + local_rank)
 
     def _coordinates_at(self, rank: int) -> Coordinates:
-        """Coordinates of a process before a survey of the devices."""
+        """Coordinates that a process has in the default order, from `shape` and the config alone.
+
+        The ranks may be ordered otherwise when the devices have been surveyed, or by a plan
+        (`Coordinates.order`).
+
+        Args:
+            rank: global rank of the process.
+        """
         return Coordinates(rank, *self.shape, free=self.config.several_stages_per_device)
 
     @property
@@ -160,14 +175,17 @@ class StrategyRanks:
 
     @property
     def replica_world(self) -> ReplicaWorld:
-        """The world of the replicas, as this process is told it."""
+        """The ranks and sizes that Lightning and scripts are told on this process."""
         return ReplicaWorld.of(self.coordinates, self.launched, self.hosts, self.per_host)
 
     def is_told(self, what: str) -> None:
-        """The user's code is told a number of replicas, maybe before it is chosen.
+        """Note that code asks for a size that follows from the number of replicas.
+
+        If the user's code asks before this number is chosen, it is kept: what was made of the
+        answer must stay true (:attr:`told_replicas`). Otherwise nothing is noted.
 
         Args:
-            what: it has asked for.
+            what: the attribute that is asked for, such as ``trainer.world_size``.
         """
         is_open = self.sizes_are_open and not self.world.has_coordinates
         if is_open and self.world.phase is not Phase.CHOOSING and not asked_by_framework():
@@ -175,10 +193,12 @@ class StrategyRanks:
             self.asked_for = what
 
     def set_launched(self, environment: ClusterEnvironment | None) -> None:
-        """Take the numbers of the launcher.
+        """Take the numbers of this process from the launcher's environment.
+
+        Environment variables that were changed for a run get the launcher's values again before.
 
         Args:
-            environment: Lightning's, which has them.
+            environment: Lightning's cluster environment; ``None``: this is the only process.
         """
         self._environment = environment
         self._shown.restore()
@@ -186,20 +206,30 @@ class StrategyRanks:
         self._number(self.launched.rank, self.hosts * self.per_host)
 
     def _number(self, rank: int, size: int) -> None:
-        """What the environment says where Lightning's object for it keeps the numbers itself."""
+        """Set rank and size in Lightning's cluster environment, where it keeps them itself.
+
+        Also sets whether this process prints what ``rank_zero_info`` is given.
+
+        Args:
+            rank: rank that the environment is to return.
+            size: number of ranks that it is to return.
+        """
         if self._environment is not None:
             self._environment.set_global_rank(rank)
             self._environment.set_world_size(size)
         set_rank_of_messages(self.coordinates.lightning_rank if self.devices else 0)
 
     def _show(self) -> None:
-        """Set the variables of ranks and sizes to those of the replicas, until :meth:`hide`."""
+        """Set the environment variables of ranks and sizes to the world of the replicas.
+
+        They stay so until :meth:`hide` is called.
+        """
         world = self.replica_world
         self._shown.show(world.variables)
         self._number(world.rank, world.size)
 
     def hide(self) -> None:
-        """Set the variables of ranks and sizes to the launcher's again, after a run."""
+        """Set the environment variables of ranks and sizes back to the launcher's numbers."""
         self._shown.restore()
         self._number(self.launched.rank, self.hosts * self.per_host)
 
@@ -207,15 +237,15 @@ class StrategyRanks:
 
     @property
     def sizes_are_open(self) -> bool:
-        """Whether replicas and stages are to be chosen when the run is set up."""
+        """Whether the user has left both numbers, of replicas and stages, to be chosen."""
         return self.config.leaves_sizes_open(self.hosts * self.per_host)
 
     @property
     def joined(self) -> World:
-        """All ranks.
+        """The ranks of the run, which this process has met.
 
         Raises:
-            HybridError: this process has not met them.
+            HybridError: it has not met them yet.
         """
         if isinstance(self.world, World):
             return self.world
@@ -226,11 +256,18 @@ class StrategyRanks:
         )
 
     def meet(self, backend: str, timeout: timedelta) -> None:
-        """Meet all other ranks; where sizes are given, this rank gets its coordinates.
+        """Meet all other ranks when a run starts; join the mesh if sizes are given (collective).
+
+        Rank 0 first orders the servers of this script to come. A default process group of torch
+        that exists already is closed.
 
         Args:
-            backend: of the process groups.
-            timeout: of tensors between ranks.
+            backend: backend of the process groups.
+            timeout: time-out of tensors between ranks.
+
+        Raises:
+            PlanError: the launcher has started other processes than the sizes are for, or earlier
+                runs have made servers of ranks that are to be drivers.
         """
         self._backend = backend
         self._timeout = timeout
@@ -266,13 +303,14 @@ class StrategyRanks:
             self.take_coordinates()
 
     def ranks_to_serve(self, *, scripted: bool) -> Collection[int]:
-        """The ranks that get servers, where this process starts the others: all workers.
+        """Return the local ranks whose processes are to be servers: all workers, if they are known.
 
-        Where sizes are left open, ranks run the script up to the choice of sizes. Where it cannot
-        be started again, sizes that are open become one chain.
+        They are not known with several hosts, and while sizes are open: then all ranks run the
+        script until sizes are chosen. If that is impossible, since the script cannot be started
+        again or there are servers already, open sizes are set to one replica here.
 
         Args:
-            scripted: whether other processes could run the script.
+            scripted: whether the script can be started again in other processes.
         """
         if self.hosts > 1:
             return ()
@@ -284,10 +322,13 @@ class StrategyRanks:
         return [r for r in range(self.per_host) if not replace(here, rank=r).is_driver]
 
     def _keep_drivers(self) -> None:
-        """Where other ranks are servers since an earlier run: leave the drivers as they are.
+        """Check that the ranks which still run the script can be the drivers of this run.
+
+        The others are servers since an earlier run, and cannot be drivers any more. Open sizes are
+        set to as many replicas as there are ranks with the script.
 
         Raises:
-            PlanError: more drivers are asked for, or others.
+            PlanError: this run needs more drivers, or its plan has other ones.
         """
         scripts = [rank for rank in range(self.hosts * self.per_host) if rank not in Servers.ranks]
         if Servers.ranks and self.sizes_are_open:
@@ -302,7 +343,7 @@ class StrategyRanks:
 
     @property
     def _drivers(self) -> tuple[int, ...]:
-        """The ranks that must be drivers, since others serve; empty: any may be."""
+        """The global ranks that must be drivers, as the others are servers; empty: any may be."""
         size, (replicas, stages) = self.hosts * self.per_host, self.shape
         usual = range(0, size, stages)
         if not Servers.ranks:
@@ -312,11 +353,11 @@ class StrategyRanks:
         return tuple(rank for rank in range(size) if rank not in Servers.ranks)[:replicas]
 
     def _join_order(self, before: History, here: Coordinates) -> JoinOrder:
-        """The order for servers to join the run that this process, rank 0, begins.
+        """Make the order for servers to join the run that this process, rank 0, begins.
 
         Args:
-            before: the groups that this process had before.
-            here: its coordinates.
+            before: the groups that this process has from earlier runs.
+            here: coordinates of this process.
         """
         devices = given(self.devices, "parallel_devices")
         capacity, device = self.config.capacity, self.root_device
@@ -334,17 +375,20 @@ class StrategyRanks:
 
     @property
     def _store(self) -> dist.Store:
-        """The store of all runs of this process."""
+        """The store that this process uses in all its runs; made or reached at the first call."""
         meeting = given(self._meeting, "meeting")
         return store_of_all(meeting, self.launched.rank, self.hosts * self.per_host)
 
     def serve_if_worker(self, module: nn.Module | None = None, *, for_good: bool) -> None:
-        """Sizes are known: on a worker, serve from here on. All ranks call this together.
+        """On a worker, serve from now on and never return; on a driver, note who the servers are.
+
+        Collective: all ranks that run the script call this once they have joined the mesh.
 
         Args:
-            module: of this rank, if it has one yet.
-            for_good: whether workers serve in later runs too. Else this process was started for
-                this run alone, and ends with it.
+            module: the LightningModule of this rank, whose weights a worker frees; ``None``: there
+                is none yet.
+            for_good: whether workers serve in later runs too. ``False``: their processes were
+                started for this run alone, and end with it.
         """
         world = self.joined
         here = world.coordinates
@@ -360,26 +404,34 @@ class StrategyRanks:
         serve_here(server, coming if for_good else islice(coming, 1), module)
 
     def give(self, order: Order) -> None:
-        """On rank 0: give the servers of this run an order; elsewhere do nothing."""
+        """On rank 0, give the servers of this run an order; on other ranks do nothing."""
         here = self.joined.coordinates
         if here.rank == 0 and here.ranks_per_replica > 1:
             give(self._store, order)
 
     @property
     def _order_of_plan(self) -> tuple[int, ...]:
-        """For each index in the mesh the rank, by the user's plan; empty: there is none."""
+        """For each index in the mesh its global rank, by the user's plan; empty: no such order."""
         return self.config.plan.ranks if self.config.plan is not None else ()
 
     def look_around(self, group: Group) -> Machine:
-        """Look at the devices of all ranks of a group, which call this together."""
+        """Survey the devices and links of all ranks, or return an earlier result (collective).
+
+        Args:
+            group: the group of all ranks, which call this together.
+        """
         backend = backend_on(self.root_device, self._backend)
         return look_around(group, self.root_device, backend, self.config.capacity)
 
     def take_coordinates(self, machine: Machine | None = None) -> None:
-        """Sizes are known: take coordinates in the mesh, with all other ranks.
+        """Join the mesh of replicas and stages, when sizes are known (collective over all ranks).
+
+        This rank gets its coordinates. Environment variables and Lightning's cluster environment
+        are set to the world of the replicas, and torch's default group to that of the drivers.
 
         Args:
-            machine: what is known of their devices, if they have been looked at.
+            machine: the devices, if they have been surveyed; ``None``: they are surveyed here if
+                anything depends on them.
         """
         world, (replicas, stages) = self.joined, self.shape
         if replicas > 1 and self._reseeds:  # drivers start with the same generators
@@ -408,12 +460,18 @@ class StrategyRanks:
 def refuse_other_numbers(
     environment: ClusterEnvironment, launched: LauncherRanks, hosts: int, per_host: int
 ) -> None:
-    """A Trainer or Fabric that has been told of other processes than were started.
+    """Check that ``devices`` and ``num_nodes`` are the processes that the launcher has started.
 
-    Lightning compares them for torchrun and SLURM alone.
+    Lightning itself compares them for torchrun and SLURM alone.
+
+    Args:
+        environment: Lightning's cluster environment.
+        launched: the launcher's numbers of this process.
+        hosts: number of hosts, as the Trainer or Fabric was told.
+        per_host: number of processes of each host, likewise.
 
     Raises:
-        PlanError: it has.
+        PlanError: they differ.
     """
     size = environment.world_size()
     local = launched.local_rank
@@ -428,7 +486,11 @@ def refuse_other_numbers(
 
 
 def given(value: T | None, name: str) -> T:
-    """An attribute that Lightning declares as optional, and sets before it calls a strategy.
+    """Return the value of a strategy's attribute that Lightning sets later; check that it is set.
+
+    Args:
+        value: the value; ``None``: it is not set.
+        name: name of the attribute, for the error.
 
     Raises:
         HybridError: it is not set yet.

@@ -1,4 +1,7 @@
-"""What of Lightning does not go together with stages, refused before anything is trained."""
+"""Refuse what of Lightning does not go together with stages, before anything is trained.
+
+Options that contradict each other are refused in :mod:`lightning_hybrid.config`.
+"""
 
 import sys
 from collections.abc import Iterable
@@ -28,13 +31,20 @@ from lightning_hybrid.planning import gigabytes
 
 
 def say_what_is_off() -> None:
-    """Say what is off since this torch lacks private names of other versions."""
+    """Print, on rank 0, which features are off since this version of torch lacks private names."""
     for loss in lost():
         rank_zero_info(f"With torch {torch.__version__} {loss}.")
 
 
 def refuse_interactive(*, works: bool) -> None:
-    """A notebook is no script that could be started again."""
+    """Refuse a launcher that cannot be used in a notebook or at a prompt, if this is one.
+
+    Args:
+        works: whether the launcher can be used there.
+
+    Raises:
+        PlanError: it cannot, and this is one.
+    """
     if hasattr(sys, "ps1") and not works:
         raise PlanError(
             "With this start_method, or on several hosts, hybrid_gabra starts the script anew for "
@@ -45,7 +55,11 @@ def refuse_interactive(*, works: bool) -> None:
 
 
 def refuse_device(device: torch.device) -> None:
-    """Only CPUs and CUDA devices have the process groups that links are made of."""
+    """Refuse devices other than CPUs and CUDA devices, since there are no process groups for them.
+
+    Raises:
+        PlanError: it is such a device.
+    """
     if device.type not in ("cpu", "cuda"):
         raise PlanError(
             f"hybrid_gabra runs on CPUs and CUDA devices, not on {device.type!r}. Use "
@@ -54,15 +68,17 @@ def refuse_device(device: torch.device) -> None:
 
 
 def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
-    """Other processes of a host build the network, too; a kill for memory would not say why.
+    """Refuse to start the script in other processes of this host if its weights have no room there.
+
+    Each of them would build the whole network, and be killed without a reason for lack of memory.
 
     Args:
-        module: the LightningModule, as it stands in this process.
-        others: processes that are about to start.
-        free: bytes that they may take together; None: not known.
+        module: the LightningModule, as it is in this process.
+        others: number of processes that are about to start.
+        free: bytes of memory that they may take together; ``None``: not known, nothing is refused.
 
     Raises:
-        PlanError: they have no room for it.
+        PlanError: the weights of all of them are more than ``free``.
     """
     size = _nbytes(module)
     if free is None or others * size <= free:
@@ -91,7 +107,10 @@ def _nbytes(module: nn.Module) -> int:
 def refuse_lazy(module: nn.Module) -> None:
     """Refuse a module with parameters that have no size before the first call (nn.LazyLinear).
 
-    The work is divided by their sizes; `DDPStrategy` asks for them, too.
+    The work is divided by their sizes; `DDPStrategy` needs these too.
+
+    Raises:
+        PlanError: there is such a parameter or buffer.
     """
     tensors = (*module.named_parameters(), *module.named_buffers())
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
@@ -106,7 +125,18 @@ def refuse_lazy(module: nn.Module) -> None:
 def refuse_layer_sync(
     layer_sync: LayerSync | None, *, compile_stages: bool, copies: tuple[int, ...] = ()
 ) -> None:
-    """Batch statistics are taken over replicas by our own means, outside of compiled code."""
+    """Refuse plugins for synchronised layers other than Lightning's ``sync_batchnorm=True``.
+
+    That one too is refused together with compiled stages, or with copies of stages.
+
+    Args:
+        layer_sync: the Trainer's plugin; ``None``: there is none, and nothing is refused.
+        compile_stages: the option of this name.
+        copies: number of copies of each stage; empty: no stage has more than one.
+
+    Raises:
+        PlanError: one of these.
+    """
     if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
         raise PlanError(
             f"{type(layer_sync).__name__} replaces modules, and hybrid_gabra cannot know "
@@ -126,7 +156,18 @@ def refuse_layer_sync(
 
 
 def refuse_sizes(trainer: Trainer, replicas: int, stages: int) -> None:
-    """Callbacks that would decide, or change weights, on one rank alone; and stages under Ray."""
+    """Refuse callbacks that do not work with these sizes, and several stages under Ray.
+
+    These are callbacks that would decide, or replace parameters, on one rank alone.
+
+    Args:
+        trainer: the Trainer with the callbacks.
+        replicas: number of replicas.
+        stages: number of devices of a replica.
+
+    Raises:
+        PlanError: there is such a callback, or the processes are started by Ray.
+    """
     environment = type(getattr(trainer.strategy, "cluster_environment", None)).__name__
     if environment == "RayLightningEnvironment" and stages > 1:
         raise PlanError(
@@ -152,7 +193,7 @@ def refuse_sizes(trainer: Trainer, replicas: int, stages: int) -> None:
 
 
 def allows_sizes(trainer: Trainer, replicas: int, stages: int) -> bool:
-    """Whether sizes may be chosen for this Trainer."""
+    """Whether `refuse_sizes` accepts these numbers of replicas and stages for a Trainer."""
     try:
         refuse_sizes(trainer, replicas, stages)
     except PlanError:
@@ -161,7 +202,17 @@ def allows_sizes(trainer: Trainer, replicas: int, stages: int) -> bool:
 
 
 def refuse_checkpoint_io(io: CheckpointIO | None, checkpoint: Checkpoint) -> None:
-    """A sharded checkpoint goes through no plugin, which would need all of it on one rank."""
+    """Refuse the user's checkpoint plugin together with sharded checkpoints.
+
+    A plugin would need all of a checkpoint on one rank.
+
+    Args:
+        io: the plugin; ``None``: there is none.
+        checkpoint: the option of this name.
+
+    Raises:
+        PlanError: both were given.
+    """
     if io is not None and checkpoint != "full":
         raise PlanError(
             f"checkpoint={checkpoint!r} uses no CheckpointIO, and {type(io).__name__} was given: "
@@ -170,7 +221,16 @@ def refuse_checkpoint_io(io: CheckpointIO | None, checkpoint: Checkpoint) -> Non
 
 
 def refuse_other_places(path: str | Path, storage_options: object, checkpoint: Checkpoint) -> None:
-    """Ranks write their parts of a sharded checkpoint to a folder that all of them see."""
+    """Refuse to save a sharded checkpoint elsewhere than in a folder that all ranks can write to.
+
+    Args:
+        path: where it is to be saved.
+        storage_options: the argument of ``trainer.save_checkpoint``.
+        checkpoint: the option of this name, for the error.
+
+    Raises:
+        PlanError: the path is a URL, or storage options were given.
+    """
     if storage_options is not None or "://" in str(path):
         raise PlanError(
             f"checkpoint={checkpoint!r} cannot save to {str(path)!r}: each rank writes to a folder "
@@ -181,13 +241,20 @@ def refuse_other_places(path: str | Path, storage_options: object, checkpoint: C
 def refuse_optimizers(
     optimizers: Iterable[Optimizer], replicas: int, stages: int, *, scaled: bool
 ) -> None:
-    """Optimizers that would decide by rank whether a step is skipped, or how often it evaluates.
+    """Refuse optimizers that would behave differently on different ranks.
+
+    With several replicas that is an LBFGS with a line search, which evaluates as often as its own
+    batch wants. With several stages and a scaled loss it is an optimizer that decides by its own
+    gradients whether to skip a step (``fused=True``).
 
     Args:
-        optimizers: the user's.
-        replicas: how many.
+        optimizers: the user's optimizers.
+        replicas: number of replicas.
         stages: number of devices of a replica.
-        scaled: whether the loss is scaled.
+        scaled: whether a gradient scaler scales the loss (``precision="16-mixed"``).
+
+    Raises:
+        PlanError: there is such an optimizer.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS) and replicas > 1:

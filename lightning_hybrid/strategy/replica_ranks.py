@@ -1,6 +1,7 @@
-"""What strategies say of ranks, to Lightning's Trainer and Fabric alike: the world of the replicas.
+"""What both strategies, for the Trainer and for Fabric, tell Lightning of ranks and devices.
 
-With R replicas there are R ranks, as under DDP over R devices, whatever their stages.
+With R replicas Lightning is told of R ranks, as under DDP over R devices, however many stages a
+replica has.
 """
 
 from functools import partial
@@ -28,9 +29,9 @@ T = TypeVar("T")
 
 
 class ReplicaRanks:
-    """Where a process stands, as a strategy tells it, and what it says to the others.
+    """Base class of both strategies: ranks, sizes and devices as Lightning is told, and barriers.
 
-    A base of strategies, in front of Lightning's.
+    It stands before Lightning's own strategy among the bases.
     """
 
     _ranks: StrategyRanks
@@ -38,19 +39,19 @@ class ReplicaRanks:
     _launcher: Any
     _session: BetweenRuns | DriverSession
     _no_run: str
-    """What a process is told that asks for a run where there is none, behind its name."""
+    """Error text, to follow the rank's name, for code that needs a run where there is none."""
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; of the first network, if there are several. ``None`` before it."""
+        """The plan in force, of the first network if there are several; ``None``: no plan yet."""
         return next(iter(self._plans.values()), self._ranks.config.plan)
 
     @property
     def _driving(self) -> DriverSession:
-        """The run of this driver.
+        """The session of the run that this driver is in.
 
         Raises:
-            HybridError: there is none.
+            HybridError: this rank is in no run, or is no driver.
         """
         if isinstance(self._session, DriverSession):
             return self._session
@@ -58,7 +59,7 @@ class ReplicaRanks:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank stands in the mesh of replicas and stages."""
+        """The coordinates of this rank in the mesh of replicas and stages."""
         return self._ranks.coordinates
 
     @property
@@ -67,7 +68,7 @@ class ReplicaRanks:
 
     @property
     def num_replicas(self) -> int:
-        """Over how many replicas the data is divided: what ``world_size`` is under DDP."""
+        """Number of replicas over which the data is divided, lost ones left out."""
         return self._ranks.living
 
     @property
@@ -80,7 +81,7 @@ class ReplicaRanks:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the data is divided: with one replica it is not, whatever its stages."""
+        """Whether there are several replicas, over which the data is divided."""
         return self._ranks.replicas > 1
 
     @property
@@ -97,13 +98,17 @@ class ReplicaRanks:
 
     @property
     def num_processes(self) -> int:
-        """Number of replicas whose drivers are on this host."""
+        """Number of processes on this host as Lightning is told: its drivers; 0: not known yet."""
         self._ranks.is_told("strategy.num_processes")
         return len(self._ranks.replica_world.drivers) if self._ranks.devices else 0
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of the drivers of this host."""
+        """What Lightning and scripts are told: the devices of this host's drivers, not of workers.
+
+        Before the launcher is made, all devices as the Trainer was given them; ``None``: not given
+        yet.
+        """
         devices = self._ranks.devices
         if not devices or self._launcher is None:  # the Trainer asks for what it was given
             return devices
@@ -116,7 +121,7 @@ class ReplicaRanks:
 
     @property
     def num_nodes(self) -> int:
-        """Number of hosts that have drivers."""
+        """Number of hosts that have drivers; before the launcher is made, of all hosts."""
         if not self._ranks.devices or self._launcher is None:
             return self._ranks.hosts
         self._ranks.is_told("trainer.num_nodes")
@@ -127,7 +132,13 @@ class ReplicaRanks:
         self._ranks.hosts = num_nodes
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Of all that run the script, which in a run are the drivers."""
+        """Wait for all ranks that run the script; during a run these are the drivers.
+
+        Args:
+            name: name of the barrier.
+            args: passed on to Lightning's own barrier.
+            kwargs: likewise.
+        """
         if self._ranks.world.phase is Phase.RUNNING:
             self._session.fence()
             super().barrier(name, *args, **kwargs)  # type: ignore[misc]
@@ -135,7 +146,12 @@ class ReplicaRanks:
             self._ranks.world.barrier(name or "")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """To all that run the script, which in a run are the drivers."""
+        """Return an object of one rank on all ranks that run the script; in a run, on the drivers.
+
+        Args:
+            obj: the object of this rank.
+            src: rank whose object all get, as Lightning counts ranks (``trainer.global_rank``).
+        """
         if self._ranks.world.phase is Phase.RUNNING:
             self._session.fence()
             sent: T = super().broadcast(obj, src)  # type: ignore[misc]
@@ -145,7 +161,12 @@ class ReplicaRanks:
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """One replica is one device, whose tensors get no dimension of devices."""
+        """Gather a tensor from all drivers, in the order of the replicas (collective over them).
+
+        Returns:
+            The tensors, stacked in a new first dimension. With one replica the tensor as it is, as
+            on one device.
+        """
         if not self.is_distributed:
             return tensor
         self._session.fence()
@@ -153,23 +174,30 @@ class ReplicaRanks:
         return gathered
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """One that leaves samples to other processes than the drivers is refused."""
+        """Check a data loader, and return what Lightning's own strategy makes of it.
+
+        Raises:
+            PlanError: it divides its samples over all processes; those of workers would be lost.
+        """
         ranks = self._ranks
         processes = ranks.hosts * ranks.per_host
         refuse_other_shards(dataloader, ranks.launched.rank, processes, ranks.replica_world)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def _tell(self, error: BaseException, code: str, by: str, later: str) -> Failure | None:
-        """Tell the other ranks of an error of this one.
+        """Tell the other ranks that this one has failed.
+
+        The error gets a note if this rank, which runs the user's code now, is or may become a
+        worker: code that divides data by ranks fails on such.
 
         Args:
-            error: gets a note if this is a worker that runs the user's code.
-            code: that workers run, too.
-            by: the object by which the user's code knows ranks.
-            later: the place of code that drivers alone run.
+            error: what this rank has raised.
+            code: for the note: the code that workers run too.
+            by: for the note: name of the object that the user's code asks for ranks.
+            later: for the note: where to put code that drivers alone are to run.
 
         Returns:
-            The failure that came first, on another rank; ``None``: it is this one.
+            The failure of another rank that came first; ``None``: this rank is the first to fail.
         """
         rank, world = str(self.coordinates), self._ranks.world
         begun = self._ranks.sizes_are_open or world.has_coordinates
@@ -185,7 +213,7 @@ class ReplicaRanks:
         return first
 
     def hide_ranks(self) -> None:
-        """Set the variables of ranks and sizes to the launcher's again, after a run."""
+        """Set the environment variables of ranks and sizes back to the launcher's numbers."""
         self._ranks.hide()
 
     def _launcher_of_processes(
@@ -193,14 +221,15 @@ class ReplicaRanks:
         environment: ClusterEnvironment | None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"],
     ) -> HybridSubprocessLauncher | HybridMultiProcessingLauncher:
-        """What starts the other processes of this host.
+        """Make the launcher that starts the other processes of this host.
 
         Args:
-            environment: Lightning's.
-            start_method: how.
+            environment: Lightning's cluster environment.
+            start_method: ``"popen"`` starts servers, and the script for other drivers; the others
+                start a process per device by Python's `multiprocessing`.
 
         Raises:
-            PlanError: the devices do not suit what was asked for.
+            PlanError: the devices do not suit the sizes or capacities that the user has given.
         """
         say_what_is_off()
         ranks = self._ranks

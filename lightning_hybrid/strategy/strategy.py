@@ -1,9 +1,9 @@
 """``Trainer(strategy="hybrid_gabra")``: stages within replicas, replicas side by side.
 
-To Lightning the world is that of DDP over the drivers, one per replica. The class has what
-Lightning asks a strategy, and others do the work: :mod:`lightning_hybrid.config` says what was
-asked for, :mod:`lightning_hybrid.strategy.ranks` knows where this process stands, and a session of
-:mod:`lightning_hybrid.run` drives a replica or serves it. What does not go together with stages is
+Lightning is told of a world like that of DDP over the drivers, one per replica. The class has the
+methods that Lightning calls on a strategy; other modules do the work. The user's options are in
+:mod:`lightning_hybrid.config`, ranks and sizes in :mod:`lightning_hybrid.strategy.ranks`, and a
+session of :mod:`lightning_hybrid.run` drives a replica. What does not go together with stages is
 refused in :mod:`lightning_hybrid.strategy.refusals`.
 """
 
@@ -95,7 +95,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         data_parallel_size: number of replicas. ``"auto"``: devices / stages. If both sizes are
             ``"auto"``, they are chosen by predicted time when a fit is set up, from one batch on a
             copy of the module (:mod:`lightning_hybrid.planning.fastest_sizes`). Where nothing can
-            be known then, all devices form one chain, and a line says why.
+            be known then, all devices form one chain of stages, and a line says why.
         pipeline_parallel_size: number of devices of a replica, which is that of its stages unless
             ``contiguous=False`` or a plan give devices several. ``"auto"``: devices / replicas. A
             network that cannot be cut is refused if a number is given; with ``"auto"`` it runs on
@@ -107,11 +107,11 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             are given, enough to fill the pipeline twice, at least two samples each.
         schedule: how the devices share their time. A name stands for an exact schedule: ``"gpipe"``
             (fill and drain), ``"looped"`` (several stages per device), ``"zero_bubble"`` (gradients
-            of weights after those of inputs, where that pays), ``"1f1b"`` (one forward, one
+            of weights after those of inputs, where this is faster), ``"1f1b"`` (one forward, one
             backward: a stage keeps no more micro-batches than there are stages, where the network
             returns its loss) or ``"1f1b_stream"``, whose micro-batches are the batches of
-            ``accumulate_grad_batches``. ``"auto"`` is ``"gpipe"``; or the one of the next two that
-            suits ``search.contiguous``, if its step is predicted to be clearly shorter; or
+            ``accumulate_grad_batches``. ``"auto"`` is ``"gpipe"``; or ``"zero_bubble"`` (without
+            ``search.contiguous`` ``"looped"``), if its step is predicted to be clearly shorter; or
             ``"1f1b"`` where memory is short. :class:`Delayed` computes with weights that are some
             steps old.
         network: dotted name(s) of the module(s) to cut. ``None``: found.
@@ -122,8 +122,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             or :class:`Asynchronous`.
         recompute: stages keep their inputs and no activations, and run their forward again for the
             backward: less memory for one forward more, with the same numbers. ``"auto"``: where
-            the network fits in no other way, as far as the memory of the devices is known. Where
-            sizes are chosen and one stage is the fastest that fits, there is none to do it.
+            the network fits in no other way, as far as the memory of the devices is known. (If
+            sizes are left open and one stage is chosen, nothing is recomputed.)
         compile_stages: run each stage through ``torch.compile``. The first steps take longer
             (a minute or so per stage on a CPU); the module, its hooks and its checkpoints stay
             what they are.
@@ -140,15 +140,16 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             speed-up (Eq. 14) and the plan, and `hybrid_runs.csv` a line for `lightning-hybrid
             fit-model`; :mod:`lightning_hybrid.parts.performance_log` defines them.
         seed: of the genetic algorithm.
-        accelerator: as in ``DDPStrategy``, like the following arguments.
-        parallel_devices: see there.
-        cluster_environment: see there.
-        checkpoint_io: see there.
-        precision_plugin: see there.
+        accelerator: as in ``DDPStrategy``.
+        parallel_devices: as in ``DDPStrategy``.
+        cluster_environment: as in ``DDPStrategy``.
+        checkpoint_io: as in ``DDPStrategy``.
+        precision_plugin: as in ``DDPStrategy``.
         process_group_backend: for tensors between ranks: ``"gloo"`` on CPUs, ``"nccl"`` on CUDA, or
             ``"cpu:gloo,cuda:nccl"``. By default the one for the device.
-        timeout: of tensors between ranks.
-        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        timeout: time-out of tensors between ranks.
+        start_method: how the other processes are started: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
 
     Raises:
         PlanError: the sizes contradict each other, the plan or the number of devices.
@@ -228,11 +229,11 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._rest()
 
     def __repr__(self) -> str:
-        """With the package: a Trainer of the other one shows this when it is given the strategy."""
+        """Name the class and its package of Lightning; a Trainer of the other one shows this."""
         return f"<{type(self).__name__} of {CHOSEN_MODULE}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without groups and links: a Trainer can be pickled after a run, and spawned with."""
+        """The state to pickle, without process groups, so that a Trainer can spawn processes."""
         state: dict[str, Any] = super().__getstate__()
         building = Building()
         return state | {"_building": building, "_session": BetweenRuns(NoWorld(), building)}
@@ -265,9 +266,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._ranks.set_launched(self.cluster_environment)
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Tensor:
-        """Lightning cuts the mean of whole numbers, such as samples of batches, to a whole one.
+        """Reduce a tensor over the replicas as `DDPStrategy` does (collective over the drivers).
 
-        That is right where all replicas have as many.
+        But where replicas take unequal parts of a batch, the mean of whole numbers, such as numbers
+        of samples, is a float: Lightning would cut it to a whole number.
         """
         whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
         if whole and self._config.by_speed and reduce_op in ("mean", "avg"):
@@ -302,7 +304,17 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             self._ranks.serve_if_worker(self._module, for_good=self._start_method == "popen")
 
     def setup(self, trainer: Trainer) -> None:
-        """Where sizes are open they are chosen here; from here on drivers go on as under DDP."""
+        """Set up a run: choose open sizes, share the weights, make the optimizers (collective).
+
+        On a rank that turns out to be a worker this serves, and never returns. Drivers go on as
+        under DDP.
+
+        Args:
+            trainer: the Trainer.
+
+        Raises:
+            PlanError: something that the user has asked for does not go together with stages.
+        """
         bring_here(self._module)
         with self._building.building(self._module):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
@@ -341,15 +353,20 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self.setup_precision_plugin()
 
     def _may_have(self, replicas: int, stages: int) -> bool:
-        """Whether these sizes may be chosen, as far as the Trainer is concerned."""
+        """Whether the Trainer's callbacks and launcher allow so many replicas and stages."""
         return allows_sizes(self._module.trainer, replicas, stages)
 
     def _plan_network(self, run: Run, *arguments: Any) -> Plan:
-        """The plan of a network; see :data:`lightning_hybrid.driver.network_options.Planner`."""
+        """Make the plan of a network, or return the user's.
+
+        Args:
+            run: the current run.
+            arguments: those of :data:`lightning_hybrid.driver.network_options.Planner`.
+        """
         return run.plan_network(*arguments, optimizers=self.optimizers)
 
     def finish(self) -> None:
-        """End the run, on the servers too."""
+        """End the run on this driver and its workers, and wait for all ranks."""
         self._driving.end()
         self._rest()
         self._ranks.joined.end_run()
@@ -358,7 +375,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         """Tell the other ranks that this one fails with ``error``.
 
         Returns:
-            The failure that came first, on another rank; ``None``: it is this one.
+            The failure of another rank that came first; ``None``: this rank is the first to fail.
         """
         first = self._tell(error, "A hook before the training", "trainer", "in train_dataloader")
         if self._start_method != "popen":
@@ -392,9 +409,14 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """In ``configure_model``: weights are made by the rank that owns them, when that is known.
+        """Return the context in which Lightning calls ``configure_model``.
 
-        Each rank notes down how they are made; see :mod:`lightning_hybrid.run.building`.
+        Inside, if replicas have several stages, weights get no memory: each rank notes down how
+        they are made, and later each is made for the rank that owns it. See
+        :mod:`lightning_hybrid.run.building`.
+
+        Args:
+            empty_init: as in Lightning.
         """
         building: AbstractContextManager[None] = nullcontext()
         module = self.lightning_module
@@ -410,13 +432,16 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """All of it, or only what no network can own."""
+        """Move the module to this rank's device; with several stages, what may be cut can wait.
+
+        See :func:`lightning_hybrid.run.building.move_module`.
+        """
         move_module(self._module, self.root_device, all_of_it=self._ranks.stages == 1)
 
     # ------------------------------------------------------------------ batches and steps
 
     def process_dataloader(self, dataloader: object) -> object:
-        """The train loader may be asked for batches before their turn."""
+        """Return the data loader that the Trainer is to use; parts of the run may replace it."""
         dataloader = super().process_dataloader(dataloader)
         if isinstance(self._session, DriverSession):
             return self._session.train_loader(dataloader)
@@ -425,7 +450,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Batches that were needed before their turn are there already."""
+        """Return a batch on the device; one that was fetched early may have been moved already."""
         move = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if isinstance(self._session, DriverSession):
             return self._session.move_batch(batch, move)
@@ -438,7 +463,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run a backward pass as every strategy does; hooks see averaged gradients."""
+        """Run a backward pass, then average gradients over the replicas; return the loss.
+
+        Lightning's hooks after a backward see the averaged gradients.
+        """
         module, precision = self._module, self.precision_plugin
         loss = precision.pre_backward(closure_loss, module)
         weighted = self._driving.weighted(loss)
@@ -523,7 +551,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else one that writes a file whole or not at all."""
+        """The user's checkpoint plugin; if none, one that writes a file whole or not at all."""
         self._checkpoint_io = io = with_atomic_writes(self._checkpoint_io)
         return io
 
@@ -533,9 +561,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._checkpoint_io = io
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's, on the driver of replica 0; the others have nothing to save.
+        """The state dict of the whole module on the driver of replica 0; on others an empty one.
 
-        What workers own is gathered in :meth:`lightning_hybrid.driver.weights.Weights.gathered`.
+        Collective: all drivers call this together in a run, all ranks after a run. What workers own
+        is gathered in :meth:`lightning_hybrid.driver.weights.Weights.gathered`.
         """
         return self._session.state_dict(self._module, here=self.is_global_zero)
 
@@ -556,7 +585,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As on one device, on the driver of replica 0. After a run all ranks call it together."""
+        """The state dict of an optimizer, as on one device; empty but on the driver of replica 0.
+
+        Collective: all drivers call this together in a run, all ranks after a run.
+        """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         return self._session.optimizer_state(self._module, optimizer, here=self.is_global_zero)
@@ -564,7 +596,16 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """A file from the driver of replica 0, or a folder to which all ranks of it write."""
+        """Save a checkpoint: replica 0's driver writes a file, or all ranks of replica 0 a folder.
+
+        Collective over the drivers. Where optimizer states are divided over the replicas, the other
+        replicas write their parts of a folder too. An asynchronous save goes on after this returns.
+
+        Args:
+            checkpoint: what Lightning has collected on this rank.
+            filepath: the file or folder to write.
+            storage_options: as in Lightning; refused for a folder.
+        """
         if self._config.checkpoint == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -579,7 +620,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             self._saves.save(partial(self._session.save_shards, checkpoint), Path(filepath))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """A file or a folder."""
+        """Remove a checkpoint, which is a file or a folder."""
         if self._config.checkpoint == "full" and not is_sharded(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
