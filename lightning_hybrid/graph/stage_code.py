@@ -165,23 +165,60 @@ class GraphCode:
         forward = scope["forward"]
         return lambda *values: forward(root, *values)
 
+    def passed_on(self) -> list[int | None]:
+        """For each output, the number of the input that it is; ``None``: operations compute it."""
+        names = [name for op, name, *_ in self.nodes if op == "placeholder"]
+        numbers = {_NodeName(name): number for number, name in enumerate(names)}
+        return [numbers.get(output) for output in self._outputs()]
+
+    def used_inputs(self) -> list[int]:
+        """The numbers of the inputs that operations take; the others are passed on at most."""
+        used = self._used()
+        names = (name for op, name, *_ in self.nodes if op == "placeholder")
+        return [number for number, name in enumerate(names) if name in used]
+
     def shape(self) -> Hashable:
-        """A key of the code, equal for graphs that differ only in the names of their nodes."""
-        numbers = {name: index for index, (_, name, *_) in enumerate(self.nodes)}
+        """Make a key of the operations.
+
+        It is equal for graphs that differ only in the names of their nodes, and in inputs that they
+        pass on without using them.
+        """
+        used, passed_on = self._used(), self.passed_on()
+        nodes = [n for n in self.nodes[:-1] if n[0] != "placeholder" or n[1] in used]
+        numbers = {name: index for index, (_, name, *_) in enumerate(nodes)}
 
         def leaf(value: Any) -> Any:
             if isinstance(value, _NodeName):
                 return f"%{numbers[value.name]}"
             return "here" if isinstance(value, _Here) else value
 
-        return tuple(
+        computed = [leaf(o) for o, number in zip(self._outputs(), passed_on) if number is None]
+        return tuple(computed), tuple(
             (
                 op,
                 "" if op == "placeholder" else target,
                 *(repr(fx.node.map_aggregate(each, leaf)) for each in (args, kwargs)),
             )
-            for op, _, target, args, kwargs in self.nodes
+            for op, _, target, args, kwargs in nodes
         )
+
+    def _outputs(self) -> list[Any]:
+        """The outputs of the graph; its last node returns them as one list."""
+        _, _, _, (outputs,), _ = self.nodes[-1]
+        return list(outputs)
+
+    def _used(self) -> set[str]:
+        """The names of the nodes that operations take as arguments."""
+        used = set[str]()
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, _NodeName):
+                used.add(value.name)
+            return value
+
+        for *_, args, kwargs in self.nodes[:-1]:
+            fx.node.map_aggregate((args, kwargs), leaf)
+        return used
 
     def check(self) -> None:
         """Check that a rank can run the code that has modules, but not the user's script.

@@ -158,22 +158,31 @@ def _measure(
         for leaf, value in zip(graph.leaves, map(_outside_inference, fresh(graph, leaves)))
     ]
     state = dict((*graph.network.named_parameters(), *graph.network.named_buffers()))
-    # results and outputs by code and sizes: most networks repeat a block
+    # results and computed outputs by code and sizes: most networks repeat a block
     known: dict[Hashable, tuple[dict[str, Any], list[Any]]] = {}
     rows, differentiable = [], False
     codes = cut(graph, partitions, range(1, len(partitions)))
     for partition, code in zip(partitions, codes):
         stage, own = Stage(code, graph.network, device), [state[name] for name in code.tensors]
-        key = code.code.shape(), differentiable, _sizes((*own, *values))
+        # (activations that a partition passes on make no difference: a Llama's blocks are equal,
+        # while more and more keys for its cache cross the cuts)
+        inputs, given = [*own, *values], range(len(own), len(own) + len(values))
+        passed_on = [number if number in given else None for number in code.code.passed_on()]
+        used = [inputs[number] for number in code.code.used_inputs() if number < len(inputs)]
+        trained_before = differentiable
+        key = code.code.shape(), passed_on.count(None), trained_before, _sizes(used)
         differentiable |= any(tensor.requires_grad for tensor in own)
         if key not in known:
             tensors = [copy_to_measure(tensor, device) for tensor in own]
             clock = partial(_moment, device) if device.type == "cuda" else clock_of(device)
-            one = _Partition(stage, tensors, values, numbers, clock, key[1])
+            one = _Partition(stage, tensors, values, numbers, clock, trained_before)
             times = one.timed(repeats, device)
             with torch.no_grad():
-                known[key] = times, stage.run_with(tensors, values, numbers)
-        times, values = known[key]
+                results = zip(stage.run_with(tensors, values, numbers), passed_on)
+                known[key] = times, [value for value, number in results if number is None]
+        times, computed = known[key]
+        new = iter(computed)
+        values = [next(new) if number is None else inputs[number] for number in passed_on]
         output_bytes = sum(value.nbytes for value in values)
         if partition.stop == len(graph.layers):
             output_bytes = round(cuts.bytes(partition.stop) * scale)

@@ -248,8 +248,20 @@ def copy_to_measure(value: Tensor, device: torch.device) -> Tensor:
         return own_copy(value, device)
     with as_they_are():
         copy = like(value, device)
-        copy = copy.normal_(std=0.02) if copy.is_floating_point() else copy.zero_()
+        copy = _noise(copy) if copy.is_floating_point() else copy.zero_()
         return copy.requires_grad_(value.requires_grad)
+
+
+_NOISE_ELEMENTS = 2**16
+
+
+def _noise(tensor: Tensor) -> Tensor:
+    """Fill a tensor without gaps with random numbers, which repeat: drawing takes long on a CPU."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    drawn = flat[:_NOISE_ELEMENTS].normal_(std=0.02)
+    for part in flat[_NOISE_ELEMENTS:].split(_NOISE_ELEMENTS):
+        part.copy_(drawn[: len(part)])
+    return tensor
 
 
 def _difference(one: Any, other: Any, *, exact: bool) -> str | None:

@@ -165,6 +165,28 @@ def test_equal_partitions_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
     # two in a block, through the first of which a skip connection passes
     blocks = graph_of(nn.Sequential(*(Skips() for _ in range(10))), torch.ones(6, 4))
     assert measured(monkeypatch, blocks) == (20, 3)
+    # each returns one tensor more, which crosses all later cuts
+    layers = graph_of(KeepsAll(), torch.ones(6, 4))
+    assert measured(monkeypatch, layers) == (10, 2)
+
+
+class KeepsAll(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(4, 4) for _ in range(10)))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        kept = [x]
+        for layer in self:
+            kept.append(layer(kept[-1]))
+        return kept
+
+
+def test_a_partition_that_is_measured_once_has_the_sizes_of_each() -> None:
+    graph = graph_of(KeepsAll(), torch.ones(6, 4))
+    table = measure(graph, network_partitions(graph), [torch.ones(3, 4)], repeats=1)
+    # (all results so far cross a cut)
+    assert table.cut_bytes == [n * 3 * 4 * 4 for n in range(1, 10)]
+    assert table.output_bytes == 10 * 3 * 4 * 4
 
 
 def test_no_hook_runs_while_measuring() -> None:
