@@ -54,7 +54,7 @@ from lightning_hybrid.remote import (
 )
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
-    ReplicaGroup,
+    AveragingGroup,
     Stopwatch,
     Trace,
     borrowed_parameters,
@@ -296,12 +296,12 @@ class Driver:
             remote: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
             views: tensors of the user's that show the memory of its weights.
         """
-        replica_group = driven.engine.replica_group
+        averaging_group = driven.engine.averaging_group
         self._networks.append(driven)
         copied = self._copied(driven)
         # before optimizers are sent: a state goes to the owner of its parameter
         self._ownership.add(driven.number, remote, copied)
-        self._replicated.add(replica_group, driven.full_names(driven.owned_names))
+        self._replicated.add(averaging_group, driven.full_names(driven.owned_names))
         if self._options.trains:  # (else with the first step, if an evaluation takes one)
             self.optimizers.ship()
         tensors = tensors_of(self._module)
@@ -322,7 +322,7 @@ class Driver:
         elif not self._options.share:
             self.remote.adopt_fetched({*owned_there})
         if self._options.share:
-            self._share_from_replica_0(driven.number, replica_group)
+            self._share_from_replica_0(driven.number, averaging_group)
 
     def _copied(self, driven: DrivenNetwork) -> dict[str, nn.Parameter]:
         """By name in the LightningModule, the parameters of this rank's copy of a stage, if any."""
@@ -331,11 +331,11 @@ class Driver:
         named = dict(driven.engine.owned[0].specializations[0].named_parameters())
         return dict(zip(driven.full_names(named), named.values()))
 
-    def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
+    def _share_from_replica_0(self, network: int, averaging_group: AveragingGroup) -> None:
         """Broadcast the weights of replica 0, since each has made its own."""
         # workers are told first: each rank joins the broadcast of its own stages at the same time
         self.commands.tell(protocol.ShareWeights(network))
-        replica_group.broadcast_weights()
+        averaging_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
 
     # ------------------------------------------------------------------ a step

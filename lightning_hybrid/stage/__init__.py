@@ -14,8 +14,8 @@ from lightning_hybrid.stage.calls import (
 )
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.gradient_averaging import (
+    AveragingGroup,
     Broadcasts,
-    ReplicaGroup,
     broadcast_module,
     state_buffers,
 )

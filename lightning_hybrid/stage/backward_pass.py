@@ -91,10 +91,10 @@ class BackwardPass(Pass):
             if self.call.key.inside:
                 self.engine.average_aside(self.call)
                 return
-            self.engine.replica_group.arm(self.engine.done_before)
+            self.engine.averaging_group.arm(self.engine.done_before)
             links = self.own.links
             if links.ring(microbatch) not in links.rings:  # (this copy computes no micro-batch)
-                self.engine.replica_group.finish()
+                self.engine.averaging_group.finish()
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine
