@@ -22,7 +22,7 @@ from lightning_hybrid.allocation import Breeding, evolve
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.cluster_description import ClusterDescription
-from lightning_hybrid.planning.copied_stages import CopiedStages, owners_of
+from lightning_hybrid.planning.copied_stages import CopiedStages, devices_of_copies
 from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.shape_costs import (
@@ -279,7 +279,7 @@ class Arrangements:
         table = self.costs(genes.microbatches)
         sums = table.recomputed().sums if genes.recompute else table.sums
         speeds, busy_s = self._picked(genes.used).relative_speeds, 0.0
-        owners = owners_of(genes.copies) * genes.turns
+        owners = devices_of_copies(genes.copies) * genes.turns
         for replica in range(genes.replicas):
             share = shares[replica] / self.batch if shares else 1.0
             for (a, b), devices in zip(pairwise((0, *genes.ends)), owners):
@@ -459,7 +459,7 @@ class Arrangements:
             # neighbouring devices get one stage in all replicas: its all-reduce stays within hosts
             used.sort()
         # copies of a stage wait for the slowest one: in all replicas they are of about one speed
-        stages = [owners_of(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
+        stages = [devices_of_copies(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
         places = [
             replica * size + k
             for stage in stages

@@ -15,7 +15,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import find_boundary
 from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Cluster, Rates
-from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
+from lightning_hybrid.planning.copied_stages import devices_of_copies, of_slowest
 from lightning_hybrid.planning.memory_check import ChainSizes, Fit, TrainingMemory, check_memory
 from lightning_hybrid.planning.memory_needed import (
     RunMemory,
@@ -227,7 +227,7 @@ def _replica(
     cluster = site.cluster
     rates = site.rates
     if settings.has_copies:
-        limits = limits and tuple(map(int, of_slowest(limits, owners_of(settings.copies))))
+        limits = limits and tuple(map(int, of_slowest(limits, devices_of_copies(settings.copies))))
     # any device may get the partition whose operations use the most memory
     working = round(max(table.working_bytes))
     return Replica(

@@ -16,8 +16,8 @@ from lightning_hybrid.planning.copied_stages import (
     AfterBackward,
     CopiedStages,
     best_cuts,
+    devices_of_copies,
     of_slowest,
-    owners_of,
 )
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
@@ -144,7 +144,10 @@ def plan_stages(
         PlanError: there are more stages than partitions, a cut point is unknown or misplaced, or no
             placement fits.
     """
-    stages, owners = replica.stages, owners_of(settings.copies) if settings.has_copies else ()
+    stages, owners = (
+        replica.stages,
+        devices_of_copies(settings.copies) if settings.has_copies else (),
+    )
     if stages > (most := len(table.names)):
         raise PlanError(
             f"stages({stages}) are more than the {most} partitions of the network: ask for at "

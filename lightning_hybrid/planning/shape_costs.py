@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_hybrid.planning.cluster_description import ClusterDescription, Level
-from lightning_hybrid.planning.copied_stages import CopiedStages, of_slowest, owners_of
+from lightning_hybrid.planning.copied_stages import CopiedStages, devices_of_copies, of_slowest
 from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.step_problem import Links, StepProblem
@@ -172,7 +172,7 @@ def with_copies(
         copies: By stage, its number of copies; their sum is the number of devices of a replica.
         cluster: The cluster, for the all-reduces over all ranks of each stage.
     """
-    owners, table = owners_of(copies), problem.table
+    owners, table = devices_of_copies(copies), problem.table
     if len(cluster.devices) == problem.m:  # copies average too, as several replicas do anyway
         held = [size + copy for size, copy in zip(table.memory_bytes, table.gradient_bytes)]
         table = replace(table, memory_bytes=held)

@@ -29,7 +29,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.arrangements import MOST_TURNS, Arrangement, Arrangements, improve
 from lightning_hybrid.planning.cluster import order_ranks
 from lightning_hybrid.planning.cluster_description import ClusterDescription
-from lightning_hybrid.planning.copied_stages import best_cuts, owners_of
+from lightning_hybrid.planning.copied_stages import best_cuts, devices_of_copies
 from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.memory_check import Fit, gigabytes, what_lacks, what_would_fit
 from lightning_hybrid.planning.memory_needed import remaining
@@ -559,7 +559,7 @@ def plans_of(
         copied = space.copied(genes.used, genes.copies, genes.microbatches)
         table = copied.chain.table
         costs = replace(
-            copied.stage_costs(genes.ends), devices=[*map(min, owners_of(genes.copies))]
+            copied.stage_costs(genes.ends), devices=[*map(min, devices_of_copies(genes.copies))]
         )
     else:
         costs = whole.costs(genes.ends, genes.chain)
@@ -575,7 +575,7 @@ def plans_of(
         microbatches=genes.microbatches,
         schedule=INSIDE if genes.inside and space.may_go_inside else "gpipe",
         cuts=tuple(table.names[end] for end in genes.ends[:-1]),
-        devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
+        devices=devices_of_copies(genes.copies) if genes.has_copies else tuple(genes.chain),
         capacities=tuple(whole.speeds),
         rows=table.rows(genes.ends, costs),
         predicted_step_s=shape.step_s,

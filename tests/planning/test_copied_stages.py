@@ -10,7 +10,7 @@ from planned import planned
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import copied_stages
-from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, owners_of
+from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, devices_of_copies
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.plan import Plan
@@ -212,9 +212,9 @@ def test_each_pair_of_copies_has_the_link_of_its_devices() -> None:
 
 
 def test_devices_are_numbered_in_the_order_of_their_stages() -> None:
-    assert owners_of((3, 1)) == ((1, 2, 3), (0,))
-    assert owners_of((1, 2, 1)) == ((1,), (2, 3), (0,))
-    assert owners_of((2, 3)) == ((1, 2), (3, 4, 0))
+    assert devices_of_copies((3, 1)) == ((1, 2, 3), (0,))
+    assert devices_of_copies((1, 2, 1)) == ((1,), (2, 3), (0,))
+    assert devices_of_copies((2, 3)) == ((1, 2), (3, 4, 0))
 
 
 def test_what_tied_weights_move_is_counted_however_the_steps_of_stages_are_known() -> None:
