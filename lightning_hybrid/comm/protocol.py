@@ -419,7 +419,7 @@ class SynchronizeBuffers(Command):
 
 
 @dataclass(frozen=True)
-class ShareWeights(NetworkCommand):
+class BroadcastWeights(NetworkCommand):
     """Give every replica the weights and buffers of replica 0; workers of all replicas get it."""
 
     joint = True

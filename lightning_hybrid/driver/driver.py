@@ -334,7 +334,7 @@ class Driver:
     def _share_from_replica_0(self, network: int, averaging_group: AveragingGroup) -> None:
         """Broadcast the weights of replica 0, since each has made its own."""
         # workers are told first: each rank joins the broadcast of its own stages at the same time
-        self.commands.tell(protocol.ShareWeights(network))
+        self.commands.tell(protocol.BroadcastWeights(network))
         averaging_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
 

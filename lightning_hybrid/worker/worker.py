@@ -307,7 +307,7 @@ class Worker:
         for network in self._networks:
             network.engine.averaging_group.broadcast_buffers(among)
 
-    def _share_weights(self, command: protocol.ShareWeights) -> None:
+    def _broadcast_weights(self, command: protocol.BroadcastWeights) -> None:
         self._networks[command.network].engine.averaging_group.broadcast_weights()
 
     # -- the run
