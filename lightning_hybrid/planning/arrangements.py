@@ -180,8 +180,8 @@ class Arrangements:
         step_s = self.equal_s(genes)
         if genes.has_copies or max(self.kinds(genes.used, genes.size)) == 0 or self.batch == 1:
             return step_s, ()
-        shares, dealt_s = self._dealt(genes)
-        return (dealt_s, shares) if dealt_s < step_s and len(set(shares)) > 1 else (step_s, ())
+        shares, unequal_s = self._by_speed(genes)
+        return (unequal_s, shares) if unequal_s < step_s and len(set(shares)) > 1 else (step_s, ())
 
     def equal_s(self, genes: Arrangement) -> float:
         """Predicted seconds of a step if all replicas take equal numbers of samples."""
@@ -211,7 +211,7 @@ class Arrangements:
         chains = [specs[k : k + size] for k in range(0, len(specs), size)]
         return [known.setdefault(chain, len(known)) for chain in chains]
 
-    def _dealt(self, genes: Arrangement) -> tuple[tuple[int, ...], float]:
+    def _by_speed(self, genes: Arrangement) -> tuple[tuple[int, ...], float]:
         """Search for the shares of the replicas with the shortest step.
 
         The time of a replica grows with its share. So shares are best if no sample of the slowest

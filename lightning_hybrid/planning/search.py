@@ -144,10 +144,8 @@ def plan_stages(
         PlanError: there are more stages than partitions, a cut point is unknown or misplaced, or no
             placement fits.
     """
-    stages, owners = (
-        replica.stages,
-        devices_of_copies(settings.copies) if settings.has_copies else (),
-    )
+    stages = replica.stages
+    owners = devices_of_copies(settings.copies) if settings.has_copies else ()
     if stages > (most := len(table.names)):
         raise PlanError(
             f"stages({stages}) are more than the {most} partitions of the network: ask for at "
