@@ -43,7 +43,7 @@ from lightning_hybrid.driver.found_network import (
     indented,
     inside,
     is_materialized,
-    layers,
+    modules_with_parameters,
 )
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import DriverOptions
@@ -283,7 +283,7 @@ class Discovery:
                 return self._call_aside(this, ModuleState.ASIDE, aside, watched, call)
         this.several = indented(_hooks_first(module, reason))
         inner.remove(this)
-        if any(len(layers(part.module)) >= self._ranks for part in inner):
+        if any(len(modules_with_parameters(part.module)) >= self._ranks for part in inner):
             self._open(this, found, inner)
             return _in_parts(found, this.several, call)
         found = self._prepare(this, forward, whole=False)
@@ -372,7 +372,7 @@ class Discovery:
         """
         named = this.module.named_modules()
         scripted = [name for name, part in named if isinstance(part, torch.jit.ScriptModule)]
-        if self._opened and len(layers(this.module)) < self._ranks:
+        if self._opened and len(modules_with_parameters(this.module)) < self._ranks:
             self._keep(this, "is too small for the stages", quiet=True)
             return True
         if scripted:
@@ -539,7 +539,7 @@ class Discovery:
         The latter has at least as many layers as the replica has ranks.
         """
         return self._any(ModuleState.CUT) or any(
-            len(layers(other.module)) >= self._ranks
+            len(modules_with_parameters(other.module)) >= self._ranks
             for other in self._watched.values()
             if not inside(other.name, name) and not inside(name, other.name)
         )
