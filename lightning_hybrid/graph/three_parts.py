@@ -26,7 +26,7 @@ from lightning_hybrid.graph.graph_from_dynamo import describe_part
 from lightning_hybrid.graph.loss_terms import Loss, LossOfCall, NoSum
 from lightning_hybrid.graph.mode_regions import Copier
 from lightning_hybrid.graph.partition import layer_flops
-from lightning_hybrid.graph.row_proof import Followed, follow
+from lightning_hybrid.graph.row_proof import Followed, label_samples
 from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.source_places import place_of
 from lightning_hybrid.graph.stage_code import GraphCode
@@ -170,7 +170,7 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Parts:
     # (weights of as many classes).
     found: list[_Parts] = []
     for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
-        found.append(_Parts(graph, follow(graph, symbols), draws))
+        found.append(_Parts(graph, label_samples(graph, symbols), draws))
         if found[-1].problem is None and not found[-1].tail:
             return found[-1]
     return next((parts for parts in found if parts.problem is None), found[0])

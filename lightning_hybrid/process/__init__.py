@@ -21,7 +21,7 @@ from lightning_hybrid.process.joining import (
     LETTING_GO_S,
     History,
     Meeting,
-    follow,
+    drop_what_driver_lacks,
     has_met,
     history,
     join,
