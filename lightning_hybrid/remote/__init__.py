@@ -2,6 +2,7 @@
 
 from lightning_hybrid.remote.deferred import (
     count_as_whole,
+    empty_like_on,
     give_up,
     is_deferred,
     is_lent,
@@ -9,7 +10,6 @@ from lightning_hybrid.remote.deferred import (
     is_offloaded,
     is_vacant,
     lend,
-    like,
     materialize,
     materialized_with,
     occupy,
