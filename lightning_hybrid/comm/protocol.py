@@ -246,7 +246,7 @@ class Forward(CallCommand):
 
     Attributes:
         draw: number from which the seeds of random layers are derived; see
-            :func:`lightning_hybrid.stage.calls.draw_number`.
+            :func:`lightning_hybrid.stage.random_numbers.seed_number_of`.
         key: number of the call's key.
         exchange: whether headers are sent with the activations.
         uses_rng: whether the states of the generators are sent with the activations.

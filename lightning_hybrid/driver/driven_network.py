@@ -350,7 +350,7 @@ class DrivenNetwork(StagedNetwork):
         if again is not None:
             draw = again.draw
         else:
-            draw = calls.draw_number_ahead(ahead) if ahead else calls.draw_number(key.grad)
+            draw = calls.seed_number_ahead(ahead) if ahead else calls.take_seed_number(key.grad)
         early = ahead > 0
         new_key = key if exchange else None
         command = Forward(
