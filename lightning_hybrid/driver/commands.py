@@ -11,7 +11,7 @@ from typing import TypeVar
 from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferred, switches
 from lightning_hybrid.comm.protocol import Command, TakeSwitches, TakeWeights
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.remote import RemoteTensors
+from lightning_hybrid.remote import Proxies
 from lightning_hybrid.stage import Engine, LendingLine
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class Commands:
         remote: the proxies of the tensors that workers own.
     """
 
-    def __init__(self, workers: Workers, remote: RemoteTensors) -> None:
+    def __init__(self, workers: Workers, remote: Proxies) -> None:
         self.workers = workers
         self.remote = remote
         self._switches: dict[int, object] = {}  # by rank, the settings that it was told

@@ -4,7 +4,7 @@ Under a free placement it may own earlier stages too.
 
 :class:`Driver` makes its parts, which send commands to the workers, and offers them to its callers:
 :class:`Distribution` of stages, :class:`Weights`, :class:`ReplicaGradients`,
-:class:`DrivenOptimizers`, and the proxies of what the workers own (:class:`RemoteTensors`). The
+:class:`DrivenOptimizers`, and the proxies of what the workers own (:class:`Proxies`). The
 driver itself adds networks, begins steps, writes sharded checkpoints and ends the run.
 """
 
@@ -44,7 +44,7 @@ from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import (
-    RemoteTensors,
+    Proxies,
     ViewInMemory,
     give_up,
     is_deferred,
@@ -121,7 +121,7 @@ class Driver:
         # and the parts after these send commands only
         self._workers, unaveraged = Workers(mesh), set[int]()
         self._ownership = Ownership(self._workers, unaveraged)
-        self.remote = RemoteTensors(self._ownership, self.device)
+        self.remote = Proxies(self._ownership, self.device)
         self.commands = Commands(self._workers, self.remote)
         self._files = files = FilesOfWorkers(self.commands, options.folder, here)
         self._borrowing = Borrowing(self.commands, self._ownership, unaveraged)
