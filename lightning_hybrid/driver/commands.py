@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferred, switches
+from lightning_hybrid.comm import Answer, Heartbeat, Mesh, NcclGuard, signals_deferred, switches
 from lightning_hybrid.comm.protocol import Command, TakeSwitches, TakeWeights
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import Proxies
@@ -42,7 +42,7 @@ class Workers:
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
         # (NCCL would wait for ever for a rank that is gone)
-        self._guard = Guard.where_needed(mesh)
+        self._guard = NcclGuard.where_needed(mesh)
         self._in_pass = False  # whether workers may be waiting for an earlier stage of this rank
         self.passing_now = False
         self.in_step = True

@@ -16,7 +16,7 @@ from lightning_hybrid.planning.chains import fair_ends
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.simulate import DealtCosts, Edge
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import StageCopy
 
@@ -78,7 +78,7 @@ class CopiedStages:
     chain: StepProblem
     copies: tuple[int, ...]
     speeds: Sequence[float]
-    links: Links
+    links: LinkCosts
     after: AfterBackward = ()
 
     def __post_init__(self) -> None:

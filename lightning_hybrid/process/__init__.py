@@ -29,7 +29,7 @@ from lightning_hybrid.process.joining import (
     reach,
     store_of_all,
 )
-from lightning_hybrid.process.killed_ranks import KilledRanks
+from lightning_hybrid.process.killed_ranks import KilledRanksWatch
 from lightning_hybrid.process.servers import (
     EndOrder,
     JoinOrder,

@@ -24,7 +24,7 @@ from lightning_hybrid.state.divided_optimizer_states import (
     gather_states,
     outlined,
 )
-from lightning_hybrid.state.optimizer_state import DriverState, placed, were_divided
+from lightning_hybrid.state.optimizer_state import FetchedStates, placed, were_divided
 from lightning_hybrid.state.optimizers import (
     NamedGroups,
     complete,

@@ -14,9 +14,9 @@ from lightning_hybrid.comm import (
     Answer,
     ConnectionLost,
     Failure,
-    Guard,
     Heartbeat,
     Mesh,
+    NcclGuard,
     connect,
     protocol,
     set_switches,
@@ -120,7 +120,7 @@ class Worker:
             ConnectionLost: the connection to the driver was lost.
         """
         self._heartbeat = Heartbeat([self._channel], self._mesh.timeout)
-        guard, failed = Guard.where_needed(self._mesh), True
+        guard, failed = NcclGuard.where_needed(self._mesh), True
         with signals_ignored():
             try:
                 self._serve()

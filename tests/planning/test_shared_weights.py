@@ -12,7 +12,7 @@ from lightning_hybrid.graph import NetworkPartition, network_partitions
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.memory_check import ChainSizes, Fit
 from lightning_hybrid.planning.partition_table import PartitionTable, count
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 
 
 class Often(nn.Module):
@@ -45,7 +45,7 @@ def problem(table: PartitionTable, *limits: float) -> StepProblem:
     return StepProblem(
         table=table,
         speeds=[1.0] * 3,
-        links=Links.equal(3, 1e9),
+        links=LinkCosts.equal(3, 1e9),
         microbatches=2,
         memory_limits=limits,
     )
