@@ -579,7 +579,7 @@ class GiveTensor(Command):
     """Answer with one tensor of this rank, a weight or a part of an optimizer's state.
 
     Attributes:
-        owned: which tensor, a :class:`lightning_hybrid.state.sharded_checkpoint.Owned`.
+        owned: which tensor, a :class:`lightning_hybrid.state.sharded_checkpoint.TensorAddress`.
     """
 
     answered = True
@@ -627,7 +627,7 @@ class SaveShard(Command):
     Attributes:
         folder: folder of the checkpoint.
         part: by key of the checkpoint, which tensor of this rank is written under it (an
-            ``Owned``).
+            ``TensorAddress``).
         staged: whether the worker copies the tensors, answers, and writes the copies later; the
             result of the writing is then left in the folder.
     """

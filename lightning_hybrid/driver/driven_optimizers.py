@@ -39,10 +39,10 @@ from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.state import (
     OtherReplicas,
-    Owned,
     ReplicaOfState,
     StatesByName,
     StateShares,
+    TensorAddress,
     complete,
     gather_states,
     gradient_norms,
@@ -423,13 +423,13 @@ class DrivenOptimizers:
         # ranks are numbered replica by replica, and within one the driver is the first
         rank = replica * self._mesh.coordinates.ranks_per_replica + self._ownership.rank_of(name)
         return {
-            key: self._files.unread(Owned(rank, name, index, key), value)
+            key: self._files.unread(TensorAddress(rank, name, index, key), value)
             if isinstance(value, TensorSpec)
             else value
             for key, value in state.items()
         }
 
-    def find(self, owned: Owned) -> Tensor:
+    def find(self, owned: TensorAddress) -> Tensor:
         """The tensor of an optimizer's state that this rank has."""
         assert owned.optimizer is not None
         found: Tensor = self._links[owned.optimizer].states_here()[owned.name][owned.state]

@@ -39,7 +39,7 @@ from lightning_hybrid.remote import (
 )
 from lightning_hybrid.stage import AveragingGroup, state_buffers, tensors_of
 from lightning_hybrid.state import (
-    Owned,
+    TensorAddress,
     having_all,
     leave_to_worker,
     put_mapped,
@@ -90,7 +90,7 @@ class FilesOfWorkers:
         found = self._ask(WriteStates(index, self.folder))
         return {name: state for file in found for name, state in file.items()}
 
-    def unread(self, owned: Owned, spec: TensorSpec) -> Tensor:
+    def unread(self, owned: TensorAddress, spec: TensorSpec) -> Tensor:
         """An unread tensor for one of a worker's; a read after a change there is refused.
 
         Args:
@@ -120,7 +120,7 @@ class FilesOfWorkers:
         return unread_there(spec, owned, read)
 
     @signals_deferred
-    def _give(self, rank: int, owned: Owned) -> Tensor:
+    def _give(self, rank: int, owned: TensorAddress) -> Tensor:
         self._commands.workers.send(rank, GiveTensor(owned))
         [answer] = self._commands.workers.hear([rank])
         [(_, tensor)] = answer.tensors
@@ -370,7 +370,9 @@ class Weights:
             specs = {name: TensorSpec.of(tensor, gradient=False) for name, tensor in dense.items()}
         here = self._coordinates.index
         unread = {
-            name: self._files.unread(Owned(here + self._ownership.rank_of(name), name), spec)
+            name: self._files.unread(
+                TensorAddress(here + self._ownership.rank_of(name), name), spec
+            )
             for name, spec in specs.items()
         }
         # (sparse tensors are fetched at once)
