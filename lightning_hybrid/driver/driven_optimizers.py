@@ -31,7 +31,11 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.network_options import DriverOptions
-from lightning_hybrid.driver.optimizer_kinds import announce, announce_undivided, refuse_deferred
+from lightning_hybrid.driver.optimizer_kinds import (
+    line_about_undivided,
+    line_about_whole,
+    refuse_deferred,
+)
 from lightning_hybrid.driver.optimizer_link import OptimizerLink
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.weights import FilesOfWorkers
@@ -234,9 +238,9 @@ class DrivenOptimizers:
                 "optimizer."
             )
         if first and self._commands.workers.ranks:
-            self._say(announce(link.optimizer, link.reason))
+            self._say(line_about_whole(link.optimizer, link.reason))
         if first and self._shares is not None:
-            self._say(announce_undivided(link.optimizer, link.reason))
+            self._say(line_about_undivided(link.optimizer, link.reason))
         refuse_deferred(link.optimizer, link.reason)
 
     def gather_states(self) -> None:
