@@ -1,6 +1,6 @@
 """Weights and the states of optimizers, as each rank has them and in files."""
 
-from lightning_hybrid.state.clipping import (
+from lightning_hybrid.state.clipping_and_loss_scale import (
     gradient_norms,
     gradients_of,
     parameters_of,
