@@ -23,8 +23,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import BySpeed, Equal, HybridGabraStrategy, Search, Sharded
-from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
 from lightning_hybrid.stage.engine import Engine
+from lightning_hybrid.stage.random_numbers import (
+    generators_of_microbatch,
+    microbatch_seed,
+    seed_number_of,
+)
 
 SEED, STEADY = 0, 8
 """``STEADY``: how many steps come before those that are looked at. (Calls 1, 2, 4, 8 and 16 of a
@@ -132,7 +136,7 @@ class InParts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         outputs = []
         for number, part in enumerate(x.chunk(self.parts)):
-            seed = microbatch_seed(SEED, 0, draw_number(self.steps, 0), number)
+            seed = microbatch_seed(SEED, 0, seed_number_of(self.steps, 0), number)
             with generators_of_microbatch(seed, x.device):
                 outputs.append(self.network(part))
         self.steps += 1

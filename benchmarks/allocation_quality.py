@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.allocation import Floats, Problem, allocate
-from lightning_hybrid.allocation.chromosomes import Settings
+from lightning_hybrid.allocation.chromosomes import GabraSettings
 from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.allocation.knapsack import Objective
 from lightning_hybrid.allocation.literal import literal_gabra
@@ -82,7 +82,9 @@ def large(seed: int, kind: str, *, contiguous: bool = False) -> Problem:
     return Problem(loads, speeds, cut_costs=cuts, contiguous=contiguous)
 
 
-def row(table: Table, name: str, problems: list[Problem], choice: Settings | None = None) -> None:
+def row(
+    table: Table, name: str, problems: list[Problem], choice: GabraSettings | None = None
+) -> None:
     gaps, seconds = [], []
     for seed, problem in enumerate(problems):
         start = process_time()
@@ -121,13 +123,13 @@ def ablation(instances: int) -> Table:
     kind = "unequal"
     table = gap_table(kind)
     problems = [large(seed, kind) for seed in range(instances)]
-    evaluations = Settings().population + Settings().generations
+    evaluations = GabraSettings().population + GabraSettings().generations
     for name, choice in (
-        ("GABRA", Settings()),
-        ("as many refined random members", Settings(population=evaluations, generations=0)),
-        ("the initial population alone", Settings(generations=0)),
-        ("no refinement", Settings(refine=False)),
-        ("no refinement, 20 x the generations", Settings(refine=False, generations=3000)),
+        ("GABRA", GabraSettings()),
+        ("as many refined random members", GabraSettings(population=evaluations, generations=0)),
+        ("the initial population alone", GabraSettings(generations=0)),
+        ("no refinement", GabraSettings(refine=False)),
+        ("no refinement, 20 x the generations", GabraSettings(refine=False, generations=3000)),
     ):
         row(table, name, problems, choice)
     return table

@@ -49,7 +49,7 @@ from lightning_hybrid.planning.arrangements import Arrangements, starts_of
 from lightning_hybrid.planning.free_placements import FreePlacements
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.shapes import rank_shapes, recommended
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 
 Rng = np.random.Generator
 RESTART_PATIENCE = 150
@@ -67,7 +67,7 @@ def chain(rng: Rng, n: int) -> dict[str, Any]:
 
 
 def free_equal(rng: Rng, n: int = 22, m: int = 3) -> FreePlacements:
-    links = Links.equal(m, 1.0, 0.02)
+    links = LinkCosts.equal(m, 1.0, 0.02)
     return FreePlacements(
         StepProblem(
             table=PartitionTable(**chain(rng, n)), speeds=[1.0] * m, links=links, microbatches=4
@@ -81,7 +81,7 @@ def unequal_with_memory(rng: Rng, n: int = 22, m: int = 3) -> FreePlacements:
     problem = StepProblem(
         table=PartitionTable(**chain(rng, n), memory_bytes=sizes.tolist()),
         speeds=rng.uniform(0.4, 1.2, m).tolist(),
-        links=Links.equal(m, 1.0, 0.02),
+        links=LinkCosts.equal(m, 1.0, 0.02),
         microbatches=4,
         memory_limits=limits.tolist(),
     )
@@ -90,7 +90,7 @@ def unequal_with_memory(rng: Rng, n: int = 22, m: int = 3) -> FreePlacements:
 
 def two_hosts(rng: Rng, n: int = 22, m: int = 4) -> FreePlacements:
     far = [[i // 2 != j // 2 for j in range(m)] for i in range(m)]
-    links = Links(
+    links = LinkCosts(
         seconds_per_byte=[[3.0 if f else 0.3 for f in row] for row in far],
         latency_s=[[0.1 if f else 0.01 for f in row] for row in far],
     )
@@ -144,7 +144,7 @@ class Shapes:
             self._problems[key] = StepProblem(
                 table=table,
                 speeds=[1.0] * size,
-                links=Links.equal(size, 1.0, 0.02),
+                links=LinkCosts.equal(size, 1.0, 0.02),
                 microbatches=microbatches,
                 memory_limits=[self.limit * self.n * 1.5] * size,
             )
@@ -194,7 +194,8 @@ class TwoNetworks:
 
     def __init__(self, rng: Rng, sizes: tuple[int, int] = (14, 10)) -> None:
         m = 3
-        shared = {"speeds": [1.0, 0.8, 0.6], "links": Links.equal(m, 1.0, 0.02), "microbatches": 4}
+        links = LinkCosts.equal(m, 1.0, 0.02)
+        shared = {"speeds": [1.0, 0.8, 0.6], "links": links, "microbatches": 4}
         self.parts = [
             FreePlacements(StepProblem(table=PartitionTable(**chain(rng, n)), **shared))
             for n in sizes

@@ -28,7 +28,7 @@ from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.partition_table import PartitionTable, count
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.planning.step_time import speedup
 from models import ResAttNet3D
 
@@ -65,7 +65,7 @@ class Network:
         return StepProblem(
             table=replace(self.table, reduce_s=[ring * size for size in self.parameters]),
             speeds=[1.0] * stages,
-            links=Links.equal(stages, self.link.bandwidth_bytes_per_s, self.link.latency_s),
+            links=LinkCosts.equal(stages, self.link.bandwidth_bytes_per_s, self.link.latency_s),
             microbatches=stages,
         )
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from lightning_hybrid.contradicting_options import check_pairs, check_schedule
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.options import (
     Asynchronous,
@@ -25,87 +26,6 @@ StageCounts = Count | tuple[int, ...]
 Checkpoint = Literal["full"] | Sharded
 ScheduleName = Literal["auto", "gpipe", "looped", "zero_bubble", "1f1b", "1f1b_stream"]
 RngScope = Literal["microbatch", "device"]
-
-LEAVE_ONE = "Leave one of them out."
-
-PAIRS: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "zero_bubble": (("free",), "gives each device one stage", LEAVE_ONE),
-    "cuts": (
-        ("free",),
-        "are cut points, which give each device one stage",
-        "Leave one of them out, or give plan=Plan(..., devices=...), which says where each stage "
-        "goes.",
-    ),
-    "one stage": (
-        ("recompute",),
-        "makes no stages",
-        "Leave one of them out, or call torch.utils.checkpoint in the network.",
-    ),
-    "recompute": (
-        # (a batch of a stream is under way while later ones begin: its weights may be gone)
-        ("streamed",),
-        "is for schedules that finish a batch before the next one",
-        "Leave it out; delayed schedules have Delayed(NAME, weights='recompute').",
-    ),
-    "device": (("streamed",), "draws in the order of one device", LEAVE_ONE),
-    "sharded_async": (
-        ("divided",),
-        "makes copies on replica 0",
-        "Use checkpoint=Sharded() or 'full'.",
-    ),
-    "new cuts": (
-        (
-            "one stage",
-            "asgd",
-            "speed",
-            "plan",
-            "copies",
-            "cuts",
-            "streamed",
-            "looped",
-            "compiled",
-            "divided",
-        ),
-        "cuts stages anew where a device turns out slower",
-        "Leave one of them out, or use replicas=BySpeed(replan='epoch'): several replicas then get "
-        "other parts of each batch.",
-    ),
-    "copies": (
-        (
-            "streamed",
-            "looped",
-            "zero_bubble",
-            "inside",
-            "free",
-            "speed",
-            "divided",
-            "sharded",
-            "device",
-        ),
-        "gives stages copies",
-        "Leave the latter out, or use pipeline_parallel_size={devices}.",
-    ),
-    # (the driver's copy of the last stage borrows its weights)
-    "copies of the last": (
-        ("compiled",),
-        "gives the last stage copies",
-        "Leave the latter out, or use pipeline_parallel_size={devices}.",
-    ),
-    "asgd": (
-        ("stages", "speed", "streamed", "sharded"),
-        "is for replicas of one stage that do not wait for each other",
-        LEAVE_ONE,
-    ),
-    "continue": (
-        ("sharded", "streamed", "inside"),
-        "averages gradients once for each batch, and keeps weights whole",
-        LEAVE_ONE,
-    ),
-}
-"""Options that contradict others, by their names in :meth:`Config._said`.
-
-Each stands before the options that it contradicts, the reason (the rest of a sentence that begins
-with it), and advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +88,8 @@ class Config:
             raise PlanError(f"num_microbatches={count} must be at least 1 or 'auto'.")
         self._check_kinds()
         self._check_schedule()
-        self._check_pairs()
+        check_schedule(self.shown_schedule, self._scheduled, self.plan)
+        check_pairs(self._asked(), self._asked_stages)
         # the run reads this here and in the plan: what is said in one of them holds for both
         if self.plan is not None and self.recompute != "auto":
             object.__setattr__(self, "plan", replace(self.plan, recompute=self.recompute))
@@ -427,10 +348,10 @@ class Config:
             return True
         return stages > 1 and (self.capacity is not None or not self.cuts_given)
 
-    # ------------------------------------------------------------ what contradicts itself
+    # ------------------------------------------------------------ what was asked for, checked
 
     def _check_schedule(self) -> None:
-        """Raise a PlanError if the schedule is unknown, or contradicts the plan."""
+        """Raise a PlanError if the schedule, or that of the plan, is unknown."""
         name, plan = self._scheduled, self.plan
         # a plan may have any schedule
         if self.schedule in get_args(DelayedName):
@@ -442,20 +363,12 @@ class Config:
             _check_kind("schedule", self.schedule, get_args(ScheduleName))
         if plan is not None:
             _check_kind("the plan's schedule", plan.schedule, tuple(SCHEDULES))
-        if plan is not None and plan.schedule != name:
-            raise PlanError(
-                f"{self.shown_schedule} contradicts the plan, whose schedule is "
-                f"{plan.schedule!r}. Leave one of them out."
-            )
 
-    def _said(self, what: str) -> str:
-        """The argument by which the user has asked for an option, as text for a message.
+    def _asked(self) -> dict[str, str]:
+        """The options that the user has asked for: by name the argument, as text for a message.
 
-        Args:
-            what: name of the option, as in :data:`PAIRS`.
-
-        Returns:
-            For example ``"recompute=True"``; empty: the user has not asked for the option.
+        For example ``{"recompute": "recompute=True"}``; the names are those of
+        :data:`~lightning_hybrid.contradicting_options.PAIRS`.
         """
         name = self._scheduled
         stages = self._asked_stages
@@ -486,18 +399,7 @@ class Config:
             "sharded": (checkpoint, self.checkpoint != "full"),
             "sharded_async": (checkpoint, self.saves_beside),
         }
-        words, asked = given[what]
-        return words if asked else ""
-
-    def _check_pairs(self) -> None:
-        """Raise a PlanError if two arguments ask for options that contradict each other."""
-        for one, (others, why, advice) in PAIRS.items():
-            for other in others:
-                if self._said(one) and self._said(other):
-                    raise PlanError(
-                        f"{self._said(one)} {why}, and does not go together with "
-                        f"{self._said(other)}. {advice.format(devices=self._asked_stages)}"
-                    )
+        return {option: words for option, (words, asked) in given.items() if asked}
 
     def _check_kinds(self) -> None:
         """Raise a PlanError if an argument has a value or type that is not allowed."""

@@ -104,7 +104,8 @@ LAYERS = {
         *("schedules", "remote", "graph", "capture", "comm", "stage", "planning", "state"),
     },
     "options": {"errors", "schedules", "planning"},
-    "config": {"errors", "schedules", "planning", "options"},
+    "contradicting_options": {"errors", "planning"},
+    "config": {"errors", "schedules", "planning", "options", "contradicting_options"},
     "run": {
         *INNER,
         *("remote", "graph", "capture", "comm", "stage", "planning", "process", "state"),

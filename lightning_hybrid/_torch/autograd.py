@@ -203,7 +203,7 @@ def _is_infrastructure(mode: object) -> bool:
     return not isinstance(mode, TorchDispatchMode) or mode.is_infra_mode()
 
 
-def fails_apart(node: Node) -> bool:
+def needs_input_gradients(node: Node) -> bool:
     """Whether an operation must not be asked for the gradients of its weights alone.
 
     They must be computed together with those of its input. Alone, the backward of group

@@ -19,7 +19,7 @@ problems."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GabraSettings:
     """Parameters of the genetic algorithm; those that the paper gives are marked.
 
     Attributes:
@@ -66,7 +66,7 @@ def stretch(length: int, rng: np.random.Generator) -> slice:
     return slice(int(first), int(last))
 
 
-class Labels:
+class FreeAssignments:
     """Operators on free assignments: integer arrays, gene i is the device of partition i."""
 
     def __init__(self, problem: Problem) -> None:

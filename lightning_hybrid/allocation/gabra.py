@@ -18,7 +18,7 @@ when the best value is within `tolerance` of the bound. It calls no exact solver
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import Labels, Settings, roulette
+from lightning_hybrid.allocation.chromosomes import FreeAssignments, GabraSettings, roulette
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 
 _SMALL = 100_000
@@ -31,7 +31,7 @@ generations."""
 
 
 def gabra(
-    problem: Problem, seed: int = 0, settings: Settings | None = None
+    problem: Problem, seed: int = 0, settings: GabraSettings | None = None
 ) -> tuple[Ints, tuple[float, ...]]:
     """Search for an assignment of least cost by the genetic algorithm with improvements.
 
@@ -48,28 +48,27 @@ def gabra(
         AllocationError: no feasible assignment was found.
     """
     settings = settings or _affordable(problem)
-    evolution = Evolution(problem, np.random.default_rng(seed), settings)
-    return evolution.run()
+    return GabraRun(problem, np.random.default_rng(seed), settings).run()
 
 
-def _affordable(problem: Problem) -> Settings:
+def _affordable(problem: Problem) -> GabraSettings:
     """Default parameters, with fewer members and generations for large problems."""
     share = _FULL_WORK / (problem.n * problem.m)
-    usual = Settings()
-    return Settings(
+    usual = GabraSettings()
+    return GabraSettings(
         population=min(usual.population, max(8, round(usual.population * share))),
         generations=min(usual.generations, max(8, round(usual.generations * share))),
     )
 
 
-class Evolution:
+class GabraRun:
     """One run of the genetic algorithm (Algorithm 1): its population, and all assignments seen."""
 
-    def __init__(self, problem: Problem, rng: np.random.Generator, settings: Settings) -> None:
+    def __init__(self, problem: Problem, rng: np.random.Generator, settings: GabraSettings) -> None:
         self.problem = problem
         self.rng = rng
         self.settings = settings
-        self.genes = Labels(problem)
+        self.genes = FreeAssignments(problem)
         self.members: list[Ints] = []
         self.costs: list[float] = []
         self.seen: set[bytes] = set()

@@ -35,8 +35,13 @@ genes and crossover recombines them.
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import Labels, Settings, roulette, stretch
-from lightning_hybrid.allocation.gabra import Evolution
+from lightning_hybrid.allocation.chromosomes import (
+    FreeAssignments,
+    GabraSettings,
+    roulette,
+    stretch,
+)
+from lightning_hybrid.allocation.gabra import GabraRun
 from lightning_hybrid.allocation.knapsack import SLACK, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 
@@ -45,7 +50,7 @@ _GENERATIONS = 600
 
 
 def literal_gabra(
-    problem: Problem, seed: int = 0, settings: Settings | None = None
+    problem: Problem, seed: int = 0, settings: GabraSettings | None = None
 ) -> tuple[Ints, tuple[float, ...]]:
     """Search for an assignment of least cost by the algorithm of the paper.
 
@@ -66,11 +71,11 @@ def literal_gabra(
             "method='gabra-literal' places partitions freely, as the paper does: use it with "
             "contiguous=False"
         )
-    settings = settings or Settings(generations=_GENERATIONS)
+    settings = settings or GabraSettings(generations=_GENERATIONS)
     return _Printed(problem, np.random.default_rng(seed), settings).run()
 
 
-class _Printed(Evolution):
+class _Printed(GabraRun):
     """The genetic algorithm as Algorithms 1 to 3 print it, in place of the improved parts."""
 
     def _populate(self) -> None:
@@ -97,7 +102,7 @@ class _Printed(Evolution):
                 left[:, genes[i]] -= problem.weights[:, i]
             if genes[-1] >= 0 and problem.feasible(genes[None])[0]:
                 return genes
-        return Labels(problem).strewn(self.rng)  # addition 4
+        return FreeAssignments(problem).strewn(self.rng)  # addition 4
 
     def _proven(self, cost: float) -> bool:
         return cost <= self.problem.bound + SLACK * abs(self.problem.bound)  # addition 11

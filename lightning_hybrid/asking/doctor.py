@@ -31,7 +31,7 @@ from lightning_hybrid.planning import (
     Device,
     DeviceSpec,
     Level,
-    look_at,
+    describe_device,
     measured_speeds,
     memory_of_rank,
 )
@@ -230,7 +230,7 @@ def _pairs(hosts: list[str]) -> list[tuple[int, int]]:
 
 def _facts(device: torch.device, flops_per_s: float) -> Facts:
     return Facts(
-        device=look_at(device, (flops_per_s, flops_per_s)),
+        device=describe_device(device, (flops_per_s, flops_per_s)),
         versions={"python": platform.python_version()}
         | {name: _version(name) for name in _PACKAGES}
         | {"cuda": str(torch.version.cuda)},

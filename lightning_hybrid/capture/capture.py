@@ -45,7 +45,7 @@ from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
 from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, resolve_marks
-from lightning_hybrid.capture.own_classes import is_followed, like, plain, refused_class
+from lightning_hybrid.capture.own_classes import in_own_classes, is_followed, plain, refused_class
 from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
 from lightning_hybrid.graph import (
     Divided,
@@ -307,7 +307,7 @@ class Capture:
             {name: stands.get(id(value), value) for name, value in kwargs.items()},
         )
         first, *_ = own.values()
-        return like(result, first, {id(stands[number]): own[number] for number in own})
+        return in_own_classes(result, first, {id(stands[number]): own[number] for number in own})
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 1. Before TorchDynamo looks: what it would fail on, and which sizes are to stay free.

@@ -44,7 +44,7 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def like(result: Any, first: Tensor, given: Mapping[int, Tensor]) -> Any:
+def in_own_classes(result: Any, first: Tensor, given: Mapping[int, Tensor]) -> Any:
     """Give the results of a call on ordinary tensors the classes that users expect.
 
     These are the classes that the results have without stages.

@@ -40,7 +40,7 @@ from lightning_hybrid.comm.link_probe import (
     probe_pair,
 )
 from lightning_hybrid.comm.mesh import Mesh, backend_on, make_world
-from lightning_hybrid.comm.nccl_guard import Guard
+from lightning_hybrid.comm.nccl_guard import NcclGuard
 from lightning_hybrid.comm.network_interface import bound_to, choose_interface, chosen_interface
 from lightning_hybrid.comm.protocol import Answer, GradientPattern, Header, Status, Tensors
 from lightning_hybrid.comm.signals import (

@@ -330,7 +330,7 @@ class Channel:
             if isinstance(spec, Tensor):
                 yield name, spec
                 continue
-            tensor = spec.empty_for_itself()
+            tensor = spec.empty_in_own_memory()
             yield name, self._receive(tensor) if tensor.numel() else tensor
 
     def _receive(self, tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from lightning_hybrid.comm.threads import BackgroundThread
 _TAG = 2**12 - 1  # neither the tag of a channel for words nor of a placement
 
 
-class Guard:
+class NcclGuard:
     """A thread that listens to the next rank of the replica during one run; it starts at once.
 
     The last rank's next rank is the first one. Each rank of the replica must make a guard.
@@ -36,7 +36,7 @@ class Guard:
         BackgroundThread(self._listen, "hybrid-guard", awaited=True).start()
 
     @classmethod
-    def where_needed(cls, mesh: Mesh) -> "Guard | None":
+    def where_needed(cls, mesh: Mesh) -> "NcclGuard | None":
         """Make a guard if this rank needs one.
 
         Returns:

@@ -246,7 +246,7 @@ class Forward(CallCommand):
 
     Attributes:
         draw: number from which the seeds of random layers are derived; see
-            :func:`lightning_hybrid.stage.calls.draw_number`.
+            :func:`lightning_hybrid.stage.random_numbers.seed_number_of`.
         key: number of the call's key.
         exchange: whether headers are sent with the activations.
         uses_rng: whether the states of the generators are sent with the activations.
@@ -419,7 +419,7 @@ class SynchronizeBuffers(Command):
 
 
 @dataclass(frozen=True)
-class ShareWeights(NetworkCommand):
+class BroadcastWeights(NetworkCommand):
     """Give every replica the weights and buffers of replica 0; workers of all replicas get it."""
 
     joint = True
@@ -579,7 +579,7 @@ class GiveTensor(Command):
     """Answer with one tensor of this rank, a weight or a part of an optimizer's state.
 
     Attributes:
-        owned: which tensor, a :class:`lightning_hybrid.state.sharded_checkpoint.Owned`.
+        owned: which tensor, a :class:`lightning_hybrid.state.sharded_checkpoint.TensorAddress`.
     """
 
     answered = True
@@ -627,7 +627,7 @@ class SaveShard(Command):
     Attributes:
         folder: folder of the checkpoint.
         part: by key of the checkpoint, which tensor of this rank is written under it (an
-            ``Owned``).
+            ``TensorAddress``).
         staged: whether the worker copies the tensors, answers, and writes the copies later; the
             result of the writing is then left in the folder.
     """

@@ -57,7 +57,7 @@ class TensorSpec:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
-    def empty_for_itself(self) -> Tensor:
+    def empty_in_own_memory(self) -> Tensor:
         """Make an uninitialised CPU tensor of this spec.
 
         Its memory goes back to the system as soon as the tensor is dropped.

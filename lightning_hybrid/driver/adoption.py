@@ -29,8 +29,8 @@ from lightning_hybrid.graph import (
     collecting,
     cut,
     cut_at,
+    cuts_for_owned,
     find_boundary,
-    follow,
     why_whole,
 )
 from lightning_hybrid.planning import CalledNetwork, Plan, give_back_memory
@@ -177,7 +177,7 @@ class Adoption:
         if refusal is not None:
             raise CannotFollow(f"it {refusal}")
         refuse_streamed_network(found, graph, plan, network.placement)
-        positions = follow(graph, network.placement.owned[: plan.stages])
+        positions = cuts_for_owned(graph, network.placement.owned[: plan.stages])
         if _collects(plan):
             # outputs of copies of the last stage are joined by one more stage, which has no layers
             positions += collecting(graph)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lightning_hybrid.comm import Answer, Guard, Heartbeat, Mesh, signals_deferred, switches
+from lightning_hybrid.comm import Answer, Heartbeat, Mesh, NcclGuard, signals_deferred, switches
 from lightning_hybrid.comm.protocol import Command, TakeSwitches, TakeWeights
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.remote import RemoteTensors
+from lightning_hybrid.remote import Proxies
 from lightning_hybrid.stage import Engine, LendingLine
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Workers:
         if self._channels:
             self._heartbeat = Heartbeat([*self._channels.values()], mesh.timeout)
         # (NCCL would wait for ever for a rank that is gone)
-        self._guard = Guard.where_needed(mesh)
+        self._guard = NcclGuard.where_needed(mesh)
         self._in_pass = False  # whether workers may be waiting for an earlier stage of this rank
         self.passing_now = False
         self.in_step = True
@@ -158,7 +158,7 @@ class Commands:
         remote: the proxies of the tensors that workers own.
     """
 
-    def __init__(self, workers: Workers, remote: RemoteTensors) -> None:
+    def __init__(self, workers: Workers, remote: Proxies) -> None:
         self.workers = workers
         self.remote = remote
         self._switches: dict[int, object] = {}  # by rank, the settings that it was told

@@ -43,7 +43,7 @@ from lightning_hybrid.driver.found_network import (
     indented,
     inside,
     is_materialized,
-    layers,
+    modules_with_parameters,
 )
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import DriverOptions
@@ -265,7 +265,7 @@ class Discovery:
             )
             return self._call_aside(this, ModuleState.EARLY, early, watched, call)
         this.put(ModuleState.UNSEEN)
-        if self._is_kept_unseen(this):
+        if self._keep_without_capture(this):
             return call()
         found = self._prepare(this, forward, whole=True)
         outer = this.name.rpartition(".")[0]
@@ -283,7 +283,7 @@ class Discovery:
                 return self._call_aside(this, ModuleState.ASIDE, aside, watched, call)
         this.several = indented(_hooks_first(module, reason))
         inner.remove(this)
-        if any(len(layers(part.module)) >= self._ranks for part in inner):
+        if any(len(modules_with_parameters(part.module)) >= self._ranks for part in inner):
             self._open(this, found, inner)
             return _in_parts(found, this.several, call)
         found = self._prepare(this, forward, whole=False)
@@ -361,7 +361,7 @@ class Discovery:
         finally:
             self._watch(watched)
 
-    def _is_kept_unseen(self, this: WatchedModule) -> bool:
+    def _keep_without_capture(self, this: WatchedModule) -> bool:
         """Keep a module on the driver if it is clear before a capture that it cannot be cut.
 
         That is so if TorchScript has compiled a part of it, or if another module is opened and this
@@ -372,7 +372,7 @@ class Discovery:
         """
         named = this.module.named_modules()
         scripted = [name for name, part in named if isinstance(part, torch.jit.ScriptModule)]
-        if self._opened and len(layers(this.module)) < self._ranks:
+        if self._opened and len(modules_with_parameters(this.module)) < self._ranks:
             self._keep(this, "is too small for the stages", quiet=True)
             return True
         if scripted:
@@ -434,7 +434,7 @@ class Discovery:
         for watched in modules:
             watch(watched.module, watched.name, self._called)
 
-    def _stays(self, name: str, reason: str) -> None:
+    def _mark_graph_kept(self, name: str, reason: str) -> None:
         """One graph of a chain is computed on the driver: mark its network as kept, with a reason.
 
         A network of which another graph is cut already is not marked; a later cut replaces the
@@ -496,7 +496,7 @@ class Discovery:
             if found.whole:
                 self._keep(self._watched[name], refusal)
             else:
-                self._stays(name, refusal)
+                self._mark_graph_kept(name, refusal)
             return None
         # (the user's cut points may be meant for a module that contains this one)
         is_part = any(inside(name, outer) for outer in self._opened)
@@ -539,7 +539,7 @@ class Discovery:
         The latter has at least as many layers as the replica has ranks.
         """
         return self._any(ModuleState.CUT) or any(
-            len(layers(other.module)) >= self._ranks
+            len(modules_with_parameters(other.module)) >= self._ranks
             for other in self._watched.values()
             if not inside(other.name, name) and not inside(name, other.name)
         )

@@ -280,7 +280,7 @@ class DrivenNetwork(StagedNetwork):
         trainable = None if now == was else tuple([a and b for a, b in zip(was, now)])
         averaged = False
         if parameters and call.averages:
-            ours = self.engine.replica_group.aside_of == call.number
+            ours = self.engine.averaging_group.aside_of == call.number
             usual = reduce and ours and trainable is None and not keep
             averaged, call.averages = self._gradients.take_inside(factor if usual else None), False
         mode = Backward(
@@ -350,7 +350,7 @@ class DrivenNetwork(StagedNetwork):
         if again is not None:
             draw = again.draw
         else:
-            draw = calls.draw_number_ahead(ahead) if ahead else calls.draw_number(key.grad)
+            draw = calls.seed_number_ahead(ahead) if ahead else calls.take_seed_number(key.grad)
         early = ahead > 0
         new_key = key if exchange else None
         command = Forward(
@@ -406,7 +406,7 @@ class DrivenNetwork(StagedNetwork):
         """
         if self._has_copy:
             flags = zip(self._parameters, trainable)
-            self.engine.replica_group.trainable = {p for p, trains in flags if trains}
+            self.engine.averaging_group.trainable = {p for p, trains in flags if trains}
 
     def _launch(self, specialization: Specialization, leaves: Sequence[Tensor]) -> None:
         """Under a streamed schedule, launch the calls of later batches.

@@ -31,7 +31,11 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.network_options import DriverOptions
-from lightning_hybrid.driver.optimizer_kinds import announce, announce_undivided, refuse_deferred
+from lightning_hybrid.driver.optimizer_kinds import (
+    line_about_undivided,
+    line_about_whole,
+    refuse_deferred,
+)
 from lightning_hybrid.driver.optimizer_link import OptimizerLink
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.weights import FilesOfWorkers
@@ -39,10 +43,10 @@ from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.state import (
     OtherReplicas,
-    Owned,
     ReplicaOfState,
     StatesByName,
     StateShares,
+    TensorAddress,
     complete,
     gather_states,
     gradient_norms,
@@ -234,9 +238,9 @@ class DrivenOptimizers:
                 "optimizer."
             )
         if first and self._commands.workers.ranks:
-            self._say(announce(link.optimizer, link.reason))
+            self._say(line_about_whole(link.optimizer, link.reason))
         if first and self._shares is not None:
-            self._say(announce_undivided(link.optimizer, link.reason))
+            self._say(line_about_undivided(link.optimizer, link.reason))
         refuse_deferred(link.optimizer, link.reason)
 
     def gather_states(self) -> None:
@@ -423,13 +427,13 @@ class DrivenOptimizers:
         # ranks are numbered replica by replica, and within one the driver is the first
         rank = replica * self._mesh.coordinates.ranks_per_replica + self._ownership.rank_of(name)
         return {
-            key: self._files.unread(Owned(rank, name, index, key), value)
+            key: self._files.unread(TensorAddress(rank, name, index, key), value)
             if isinstance(value, TensorSpec)
             else value
             for key, value in state.items()
         }
 
-    def find(self, owned: Owned) -> Tensor:
+    def find(self, owned: TensorAddress) -> Tensor:
         """The tensor of an optimizer's state that this rank has."""
         assert owned.optimizer is not None
         found: Tensor = self._links[owned.optimizer].states_here()[owned.name][owned.state]

@@ -4,7 +4,7 @@ Under a free placement it may own earlier stages too.
 
 :class:`Driver` makes its parts, which send commands to the workers, and offers them to its callers:
 :class:`Distribution` of stages, :class:`Weights`, :class:`ReplicaGradients`,
-:class:`DrivenOptimizers`, and the proxies of what the workers own (:class:`RemoteTensors`). The
+:class:`DrivenOptimizers`, and the proxies of what the workers own (:class:`Proxies`). The
 driver itself adds networks, begins steps, writes sharded checkpoints and ends the run.
 """
 
@@ -44,7 +44,7 @@ from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import (
-    RemoteTensors,
+    Proxies,
     ViewInMemory,
     give_up,
     is_deferred,
@@ -54,7 +54,7 @@ from lightning_hybrid.remote import (
 )
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
-    ReplicaGroup,
+    AveragingGroup,
     Stopwatch,
     Trace,
     borrowed_parameters,
@@ -121,7 +121,7 @@ class Driver:
         # and the parts after these send commands only
         self._workers, unaveraged = Workers(mesh), set[int]()
         self._ownership = Ownership(self._workers, unaveraged)
-        self.remote = RemoteTensors(self._ownership, self.device)
+        self.remote = Proxies(self._ownership, self.device)
         self.commands = Commands(self._workers, self.remote)
         self._files = files = FilesOfWorkers(self.commands, options.folder, here)
         self._borrowing = Borrowing(self.commands, self._ownership, unaveraged)
@@ -296,12 +296,12 @@ class Driver:
             remote: by ``pp_rank`` of each worker, names in the LightningModule of what it owns.
             views: tensors of the user's that show the memory of its weights.
         """
-        replica_group = driven.engine.replica_group
+        averaging_group = driven.engine.averaging_group
         self._networks.append(driven)
         copied = self._copied(driven)
         # before optimizers are sent: a state goes to the owner of its parameter
         self._ownership.add(driven.number, remote, copied)
-        self._replicated.add(replica_group, driven.full_names(driven.owned_names))
+        self._replicated.add(averaging_group, driven.full_names(driven.owned_names))
         if self._options.trains:  # (else with the first step, if an evaluation takes one)
             self.optimizers.ship()
         tensors = tensors_of(self._module)
@@ -322,7 +322,7 @@ class Driver:
         elif not self._options.share:
             self.remote.adopt_fetched({*owned_there})
         if self._options.share:
-            self._share_from_replica_0(driven.number, replica_group)
+            self._share_from_replica_0(driven.number, averaging_group)
 
     def _copied(self, driven: DrivenNetwork) -> dict[str, nn.Parameter]:
         """By name in the LightningModule, the parameters of this rank's copy of a stage, if any."""
@@ -331,11 +331,11 @@ class Driver:
         named = dict(driven.engine.owned[0].specializations[0].named_parameters())
         return dict(zip(driven.full_names(named), named.values()))
 
-    def _share_from_replica_0(self, network: int, replica_group: ReplicaGroup) -> None:
+    def _share_from_replica_0(self, network: int, averaging_group: AveragingGroup) -> None:
         """Broadcast the weights of replica 0, since each has made its own."""
         # workers are told first: each rank joins the broadcast of its own stages at the same time
-        self.commands.tell(protocol.ShareWeights(network))
-        replica_group.broadcast_weights()
+        self.commands.tell(protocol.BroadcastWeights(network))
+        averaging_group.broadcast_weights()
         self._replicated.rest.broadcast_weights()
 
     # ------------------------------------------------------------------ a step

@@ -121,7 +121,7 @@ def is_materialized(module: nn.Module) -> bool:
     return not any(map(is_deferred, (*module.parameters(), *module.buffers())))
 
 
-def layers(module: nn.Module) -> list[nn.Module]:
+def modules_with_parameters(module: nn.Module) -> list[nn.Module]:
     """The modules in a module, itself included, that have parameters of their own."""
     return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
 

@@ -117,7 +117,7 @@ def _is_found_by_name(kind: type) -> bool:
     return found is kind
 
 
-def announce(optimizer: Optimizer, reason: str) -> str:
+def line_about_whole(optimizer: Optimizer, reason: str) -> str:
     """Make the line for the user about an optimizer that steps as a whole; it is not printed here.
 
     Args:
@@ -133,7 +133,7 @@ def announce(optimizer: Optimizer, reason: str) -> str:
     )
 
 
-def announce_undivided(optimizer: Optimizer, reason: str) -> str:
+def line_about_undivided(optimizer: Optimizer, reason: str) -> str:
     """Make the line for the user about an optimizer whose states replicas cannot divide.
 
     Args:

@@ -17,7 +17,7 @@ from lightning_hybrid.driver.optimizer_kinds import why_steps_whole
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import is_deferred, is_unread, materialize
 from lightning_hybrid.state import (
-    DriverState,
+    FetchedStates,
     NamedGroups,
     OtherReplicas,
     complete,
@@ -64,7 +64,7 @@ class OptimizerLink:
         self._named = NamedGroups(names)
         self._note_sent()
         self._begun = self._sent
-        self._state: DriverState | None = None
+        self._state: FetchedStates | None = None
         self._own_step: MethodType | None = None
         self._attributes: dict[str, Any] = {}
         self._depth = 0  # a step that calls its base class's step runs the hooks twice
@@ -132,7 +132,7 @@ class OptimizerLink:
         states: defaultdict[Any, Any] = defaultdict(dict, self._fetch(optimizer.state))
         optimizer.state = states
         if self._others is not None:
-            left = DriverState(optimizer.state, dict, self._others)
+            left = FetchedStates(optimizer.state, dict, self._others)
             left.away = False
             self._others.over = True
             optimizer.state = left
@@ -142,7 +142,7 @@ class OptimizerLink:
     def states_here(self) -> dict[str, dict[str, Any]]:
         """The states that this rank has, by parameter name."""
         state = self.optimizer.state
-        own = state.own() if isinstance(state, DriverState) else state
+        own = state.own() if isinstance(state, FetchedStates) else state
         return {self._names.get(id(p), ""): state for p, state in own.items() if state}
 
     def leave(self, parameters: Iterable[Parameter]) -> None:
@@ -163,7 +163,7 @@ class OptimizerLink:
         self._note_sent()
         self._attributes = plain_attributes(self.optimizer)
         if self.is_back and not (self.whole or self._closed):
-            self._state = DriverState(self.optimizer.state, self._fetch, self._others)
+            self._state = FetchedStates(self.optimizer.state, self._fetch, self._others)
             self.optimizer.state = self._state
 
     def _read_states(self) -> None:

@@ -17,7 +17,7 @@ from lightning_hybrid.remote import RemoteKind
 class Ownership:
     """Knows which worker of a replica owns which tensor, and reads and sets tensors there.
 
-    :class:`~lightning_hybrid.remote.remote.RemoteTensors` uses it to fetch and send, so it sends
+    :class:`~lightning_hybrid.remote.proxies.Proxies` uses it to fetch and send, so it sends
     commands directly to the workers, without flushing the proxies first as `Commands` does.
 
     Args:

@@ -80,7 +80,7 @@ class Distribution:
         borrowed = borrowed_parameters(network, placement)
         self._refuse_compiled(name, borrowed[0])
         _refuse_copies(name, network, codes, placement.devices)
-        self._order(number, name, codes, placement)
+        self._have_workers_make_stages(number, name, codes, placement)
         prefix = f"{name}." if name else ""
         remote = self._hand_out_weights(prefix, codes, placement.devices, borrowed)
         tied = [prefix + n for n in frozenset().union(*borrowed)]
@@ -100,7 +100,7 @@ class Distribution:
             Exception: a worker cannot make its stages.
         """
         _refuse_copies(network.name, network.module, codes, network.placement.devices)
-        self._order(network.number, network.name, codes, network.placement)
+        self._have_workers_make_stages(network.number, network.name, codes, network.placement)
         here = [own.number for own in network.engine.owned]
         stages = make_stages([codes[n] for n in here], network.module, self._device)
         network.engine.add_specialization(dict(zip(here, stages)))
@@ -123,7 +123,7 @@ class Distribution:
             )
 
     @signals_deferred
-    def _order(
+    def _have_workers_make_stages(
         self, number: int, name: str, codes: Sequence[StageCode], placement: Placement
     ) -> None:
         """Have the workers make their stages, connect the ranks with each other, and wait for all.

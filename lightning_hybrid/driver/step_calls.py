@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from lightning_hybrid.stage import draw_number, generators_of_microbatch, microbatch_seed
+from lightning_hybrid.stage import generators_of_microbatch, microbatch_seed, seed_number_of
 
 
 class StepCalls:
@@ -40,7 +40,7 @@ class StepCalls:
             batch: how many training batches the run has seen before.
         """
         self._batch = batch
-        self._first = draw_number(batch, 0)
+        self._first = seed_number_of(batch, 0)
         self.count = self._streams = 0
         self._expected = None  # (it may be left from a call that has failed)
 
@@ -51,13 +51,13 @@ class StepCalls:
             grad: whether that call is differentiable.
 
         Returns:
-            The number, which the next :meth:`draw_number` gives again.
+            The number, which the next :meth:`take_seed_number` gives again.
         """
         self._expected = None
-        self._expected = self.draw_number(grad)
+        self._expected = self.take_seed_number(grad)
         return self._expected
 
-    def draw_number(self, grad: bool) -> int:
+    def take_seed_number(self, grad: bool) -> int:
         """Take the number of the call that is made now, which seeds its random numbers.
 
         Call it once for each call: evaluations are counted here, and a number that :meth:`expect`
@@ -76,13 +76,13 @@ class StepCalls:
         self._evaluations += 1
         return -self._evaluations
 
-    def draw_number_ahead(self, batches: int) -> int:
+    def seed_number_ahead(self, batches: int) -> int:
         """The number of the first differentiable call in a later step, for a call launched early.
 
         Args:
             batches: how many batches after the current one the step's batch comes.
         """
-        return draw_number(self._batch + batches, 0)
+        return seed_number_of(self._batch + batches, 0)
 
     def one_stream(self) -> AbstractContextManager[None]:
         """Take a number for a call that this rank computes on a whole batch, and seed it by that.
@@ -94,7 +94,7 @@ class StepCalls:
         if self.follows:
             return nullcontext()
         grad = torch.is_grad_enabled()
-        draw = self.draw_number(grad)
+        draw = self.take_seed_number(grad)
         self._streams += grad
         return self.generators_of(draw)
 

@@ -3,7 +3,7 @@
 The rank of the earliest stage owns them (never the driver, if a worker uses them too); the others
 borrow. Before a forward the borrowers get the owner's values, and after a backward the owner gets
 the borrowers' gradients. What the driver's own stages borrow are proxies
-(:mod:`lightning_hybrid.remote.remote`), whose values and gradients are sent from device to device
+(:mod:`lightning_hybrid.remote.proxies`), whose values and gradients are sent from device to device
 (:mod:`lightning_hybrid.driver.ownership`); what workers borrow of each other is sent through the
 driver.
 

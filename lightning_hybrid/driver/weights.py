@@ -37,9 +37,9 @@ from lightning_hybrid.remote import (
     refuse_lost,
     take_back,
 )
-from lightning_hybrid.stage import ReplicaGroup, state_buffers, tensors_of
+from lightning_hybrid.stage import AveragingGroup, state_buffers, tensors_of
 from lightning_hybrid.state import (
-    Owned,
+    TensorAddress,
     having_all,
     leave_to_worker,
     put_mapped,
@@ -90,7 +90,7 @@ class FilesOfWorkers:
         found = self._ask(WriteStates(index, self.folder))
         return {name: state for file in found for name, state in file.items()}
 
-    def unread(self, owned: Owned, spec: TensorSpec) -> Tensor:
+    def unread(self, owned: TensorAddress, spec: TensorSpec) -> Tensor:
         """An unread tensor for one of a worker's; a read after a change there is refused.
 
         Args:
@@ -120,7 +120,7 @@ class FilesOfWorkers:
         return unread_there(spec, owned, read)
 
     @signals_deferred
-    def _give(self, rank: int, owned: Owned) -> Tensor:
+    def _give(self, rank: int, owned: TensorAddress) -> Tensor:
         self._commands.workers.send(rank, GiveTensor(owned))
         [answer] = self._commands.workers.hear([rank])
         [(_, tensor)] = answer.tensors
@@ -174,21 +174,21 @@ class Replicated:
         self._group = group
         self._device = device
         self._survivors = survivors
-        self.networks: list[ReplicaGroup] = []
+        self.networks: list[AveragingGroup] = []
         self._cut: set[str] = set()
         # DDP does not broadcast what is registered later
         self._buffers = frozenset(name for name, _ in module.named_buffers())
         self.here = False
         self.rest = self._make_rest()
 
-    def add(self, replica_group: ReplicaGroup, names: Iterable[str]) -> None:
+    def add(self, averaging_group: AveragingGroup, names: Iterable[str]) -> None:
         """Register a network that was cut, so that its tensors are no part of the rest any more.
 
         Args:
-            replica_group: the group of this rank's stages of the network.
+            averaging_group: the group of this rank's stages of the network.
             names: in the LightningModule, of the tensors that stages on any rank own.
         """
-        self.networks.append(replica_group)
+        self.networks.append(averaging_group)
         self._cut.update(names)
         self.here = True
         self.renew_rest()
@@ -206,17 +206,17 @@ class Replicated:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for replica_group in (self.rest, *self.networks):
-            replica_group.close()
+        for averaging_group in (self.rest, *self.networks):
+            averaging_group.close()
 
-    def _make_rest(self) -> ReplicaGroup:
+    def _make_rest(self) -> AveragingGroup:
         """The group of the tensors that no network owns now, moved to the device if ``here``."""
         cut = self._identities()
         parameters = [p for p in self._module.parameters() if not (id(p) in cut or is_deferred(p))]
         if self.here:
             for tensor in (*parameters, *self._buffers_of_the_rest()):
                 tensor.data = tensor.data.to(self._device)
-        return ReplicaGroup(
+        return AveragingGroup(
             parameters, self._buffers_of_the_rest, self._group, survivors=self._survivors
         )
 
@@ -370,7 +370,9 @@ class Weights:
             specs = {name: TensorSpec.of(tensor, gradient=False) for name, tensor in dense.items()}
         here = self._coordinates.index
         unread = {
-            name: self._files.unread(Owned(here + self._ownership.rank_of(name), name), spec)
+            name: self._files.unread(
+                TensorAddress(here + self._ownership.rank_of(name), name), spec
+            )
             for name, spec in specs.items()
         }
         # (sparse tensors are fetched at once)
@@ -423,8 +425,8 @@ class Weights:
         """
         self._commands.tell(SynchronizeBuffers(state))
         among = state_buffers(self._module) if state else None
-        for replica_group in self._replicated.networks:
-            replica_group.broadcast_buffers(among)
+        for averaging_group in self._replicated.networks:
+            averaging_group.broadcast_buffers(among)
         if self._replicated.here or not self._commands.workers.ranks:
             self._replicated.rest.broadcast_buffers(among)
 

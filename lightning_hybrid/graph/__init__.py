@@ -25,8 +25,8 @@ from lightning_hybrid.graph.loss_terms import LossOfCall
 from lightning_hybrid.graph.partition import (
     CannotFollow,
     NetworkPartition,
+    cuts_for_owned,
     find_boundary,
-    follow,
     network_partitions,
 )
 from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES

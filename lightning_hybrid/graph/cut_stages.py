@@ -366,7 +366,7 @@ def _stage(
     # Arithmetic on sizes is copied into each stage that needs it: it costs nothing, and a number
     # that crossed a cut would have to be waited for. (A tensor that only passes through is not
     # computed here, a scalar is.)
-    needs = (graph.behind(node) for node in (*nodes, *filter(graph.is_scalar, outputs)))
+    needs = map(graph.inputs_through_scalars, (*nodes, *filter(graph.is_scalar, outputs)))
     used = set(outputs).union(*needs)
     tensors = [node for node in graph.tensors if node in used]
     numbers = [node for node in graph.numbers if node in used]

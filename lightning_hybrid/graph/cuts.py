@@ -29,7 +29,7 @@ class Cuts:
         spans: dict[str, tuple[int, int]] = {}
         # a tensor crosses all cuts between the layer that makes it and the last one that takes it
         for index, layer in enumerate(graph.layers):
-            taken = set().union(*(graph.behind(node) for node in (layer.node, *layer.parts)))
+            taken = set().union(*map(graph.inputs_through_scalars, (layer.node, *layer.parts)))
             self.reads.append({n for n in taken if n in self._made and not is_enter_autocast(n)})
             self._last_use.update(dict.fromkeys(self.reads[-1], index))
             self._made.update(dict.fromkeys((layer.node, *layer.parts), index))
@@ -37,7 +37,7 @@ class Cuts:
                 spans[name] = spans.get(name, (index, index))[0], index
         returned = [*graph.tensor_outputs, *graph.scalar_outputs]
         for node in returned:
-            for one in {node} if node in graph.info else graph.behind(node):
+            for one in {node} if node in graph.info else graph.inputs_through_scalars(node):
                 if one in self._made:
                     self._last_use[one] = count
         written = graph.written

@@ -275,7 +275,7 @@ class NetworkGraph:
                 found.add(node)
         return frozenset(found)
 
-    def behind(self, node: fx.Node) -> set[fx.Node]:
+    def inputs_through_scalars(self, node: fx.Node) -> set[fx.Node]:
         """The inputs of a node, and recursively the inputs of those inputs that are scalars.
 
         Each stage recomputes the scalars (see `is_scalar`) that a node takes, and so needs their

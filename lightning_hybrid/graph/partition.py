@@ -7,7 +7,7 @@ together).
 
 A network has several captured graphs: another mode, size or value of Python gives another one. The
 first graph is cut by a plan; each further one is cut so that each stage uses tensors that its rank
-already has (`follow`).
+already has (`cuts_for_owned`).
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ class CannotFollow(Exception):
     """
 
 
-def follow(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
+def cuts_for_owned(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
     """Find positions to cut a further graph, so that each stage uses only tensors that it has.
 
     Args:

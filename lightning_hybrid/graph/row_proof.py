@@ -84,7 +84,7 @@ _NOT_FOLLOWED = "Keep the batch a dimension of its own, and index by each sample
 
 @dataclass
 class Followed:
-    """The result of `follow`: where the samples are in the nodes of a graph, and where they meet.
+    """Where the samples are in the nodes of a graph, and where they meet; from `label_samples`.
 
     Samples meet in a node if its result depends on several samples in a way that micro-batches
     cannot reproduce.
@@ -116,7 +116,7 @@ class Followed:
         return labels[0] if len(labels) == 1 else None
 
 
-def follow(graph: NetworkGraph, symbols: Sequence[Any]) -> Followed:
+def label_samples(graph: NetworkGraph, symbols: Sequence[Any]) -> Followed:
     """Find where the samples of a batch are in each node of a graph, by one run on fake tensors.
 
     Args:

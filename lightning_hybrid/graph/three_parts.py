@@ -26,7 +26,7 @@ from lightning_hybrid.graph.graph_from_dynamo import describe_part
 from lightning_hybrid.graph.loss_terms import Loss, LossOfCall, NoSum
 from lightning_hybrid.graph.mode_regions import Copier
 from lightning_hybrid.graph.partition import layer_flops
-from lightning_hybrid.graph.row_proof import Followed, follow
+from lightning_hybrid.graph.row_proof import Followed, label_samples
 from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.source_places import place_of
 from lightning_hybrid.graph.stage_code import GraphCode
@@ -170,7 +170,7 @@ def _divide(graph: NetworkGraph, draws: bool) -> _Parts:
     # (weights of as many classes).
     found: list[_Parts] = []
     for symbols in dict.fromkeys((graph.symbols, graph.symbols[:1])):
-        found.append(_Parts(graph, follow(graph, symbols), draws))
+        found.append(_Parts(graph, label_samples(graph, symbols), draws))
         if found[-1].problem is None and not found[-1].tail:
             return found[-1]
     return next((parts for parts in found if parts.problem is None), found[0])
@@ -224,7 +224,7 @@ class _Parts:
         drawn = {n for n in tail if n in followed.early and self._is_random(n)}
         self.tail = tail - drawn
         self.prologue = followed.prologue | drawn
-        self.early = self.behind(self.prologue)
+        self.early = self.computed_from(self.prologue)
         # 2. The heavy part: all that the tail or the caller takes, and all other layers that treat
         #    samples one by one, as these may write (running statistics) though nothing takes their
         #    results.
@@ -235,7 +235,7 @@ class _Parts:
         self.taken.sort(key=self.order.__getitem__)
         beside = self.tail | self.early
         own = [n for n in self.layers if n not in beside and not followed.meets(n)]
-        self.heavy = self.behind([*own, *self.taken], stop=self.prologue)
+        self.heavy = self.computed_from([*own, *self.taken], stop=self.prologue)
         # 3. Whether this division is worth it (stages wait while the driver computes), and right.
         share = self._share(beside)
         if share > LIGHT:
@@ -278,7 +278,9 @@ class _Parts:
         layer = self.layers.get(node)
         return frozenset() if layer is None else layer.effects.results
 
-    def behind(self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    def computed_from(
+        self, nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()
+    ) -> set[fx.Node]:
         """These nodes and all nodes that they are computed from, except beyond the nodes ``stop``.
 
         Neither the nodes ``stop`` nor nodes that only these are computed from are among them.
@@ -426,7 +428,7 @@ class _Parts:
         """
         why = self.followed.why
         node = min(
-            (n for n in self.behind(nodes) if n in why),
+            (n for n in self.computed_from(nodes) if n in why),
             key=self.order.__getitem__,
             default=min(nodes, key=self.order.__getitem__),
         )
@@ -527,11 +529,11 @@ class _LossInside:
         self._loss = Loss(graph, parts.tail, parts.taken, parts.followed, outputs)
         # 1. What is Known, as far as it is neither given nor in the prologue.
         made = [n for n in self._loss.known if n not in parts.prologue and n not in graph.place]
-        known = parts.behind([*made, *self._loss.changes], stop=parts.prologue)
+        known = parts.computed_from([*made, *self._loss.changes], stop=parts.prologue)
         self._known = Beside(graph, known, made)
         # 2. What follows, which must take nothing else of the heavy part.
         stop = {self._loss.node, *parts.prologue}
-        following = parts.behind([n for n in outputs if n not in stop], stop=stop)
+        following = parts.computed_from([n for n in outputs if n not in stop], stop=stop)
         if not following.isdisjoint(parts.taken):
             raise NoSum("what follows its loss takes results of all samples")
         tail = [n for n in following if n in parts.tail]

@@ -37,5 +37,5 @@ def parts_of(run: Run) -> list[Part]:
     if run.changes_cuts:
         parts.append(Replanning(run, rank_zero_info))
     elif config.replans_cuts:
-        rank_zero_info(f"replan='epoch' changes nothing in this run: {run.cuts_stay}.")
+        rank_zero_info(f"replan='epoch' changes nothing in this run: {run.why_cuts_stay}.")
     return parts

@@ -29,7 +29,7 @@ from lightning_hybrid.planning import batch_sizes, share_samples
 from lightning_hybrid.run import Part, Run
 
 
-class DealtBatches:
+class ShareOfBatches:
     """A batch sampler that yields one replica's part of each global batch of an epoch.
 
     All replicas go through the same order of all samples. Replica r takes its share of each global
@@ -189,7 +189,7 @@ class UnequalShares(Part):
         sampler.num_replicas = 1
         sampler.rank = 0
         sampler.num_samples = sampler.total_size = len(sampler.dataset)  # type: ignore[arg-type]
-        batches = DealtBatches(self, loader, sampler)
+        batches = ShareOfBatches(self, loader, sampler)
         if self._batch != batches.whole:  # else a loader of another epoch, or one more
             self._batch = batches.whole
             rank_zero_info(f"BySpeed(): {self._told()}")

@@ -5,14 +5,14 @@ from lightning_hybrid.planning.cluster import (
     Cluster,
     Device,
     Rates,
+    average_equal_devices,
+    equal_devices_differ,
     given_speeds,
     measured_speeds,
     memory_of_rank,
-    want_second_look,
-    with_second_look,
 )
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.planning.device_speed import look_at, measure_speed, update_s_per_byte
+from lightning_hybrid.planning.device_speed import describe_device, measure_speed, update_s_per_byte
 from lightning_hybrid.planning.fastest_sizes import Machine, fastest_sizes
 from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory_check import gigabytes

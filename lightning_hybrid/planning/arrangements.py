@@ -22,7 +22,7 @@ from lightning_hybrid.allocation import Breeding, evolve
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.cluster_description import ClusterDescription
-from lightning_hybrid.planning.copied_stages import CopiedStages, owners_of
+from lightning_hybrid.planning.copied_stages import CopiedStages, devices_of_copies
 from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.shape_costs import (
@@ -180,8 +180,8 @@ class Arrangements:
         step_s = self.equal_s(genes)
         if genes.has_copies or max(self.kinds(genes.used, genes.size)) == 0 or self.batch == 1:
             return step_s, ()
-        shares, dealt_s = self._dealt(genes)
-        return (dealt_s, shares) if dealt_s < step_s and len(set(shares)) > 1 else (step_s, ())
+        shares, unequal_s = self._by_speed(genes)
+        return (unequal_s, shares) if unequal_s < step_s and len(set(shares)) > 1 else (step_s, ())
 
     def equal_s(self, genes: Arrangement) -> float:
         """Predicted seconds of a step if all replicas take equal numbers of samples."""
@@ -211,7 +211,7 @@ class Arrangements:
         chains = [specs[k : k + size] for k in range(0, len(specs), size)]
         return [known.setdefault(chain, len(known)) for chain in chains]
 
-    def _dealt(self, genes: Arrangement) -> tuple[tuple[int, ...], float]:
+    def _by_speed(self, genes: Arrangement) -> tuple[tuple[int, ...], float]:
         """Search for the shares of the replicas with the shortest step.
 
         The time of a replica grows with its share. So shares are best if no sample of the slowest
@@ -279,7 +279,7 @@ class Arrangements:
         table = self.costs(genes.microbatches)
         sums = table.recomputed().sums if genes.recompute else table.sums
         speeds, busy_s = self._picked(genes.used).relative_speeds, 0.0
-        owners = owners_of(genes.copies) * genes.turns
+        owners = devices_of_copies(genes.copies) * genes.turns
         for replica in range(genes.replicas):
             share = shares[replica] / self.batch if shares else 1.0
             for (a, b), devices in zip(pairwise((0, *genes.ends)), owners):
@@ -459,7 +459,7 @@ class Arrangements:
             # neighbouring devices get one stage in all replicas: its all-reduce stays within hosts
             used.sort()
         # copies of a stage wait for the slowest one: in all replicas they are of about one speed
-        stages = [owners_of(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
+        stages = [devices_of_copies(genes.copies)[k] for k in rng.permutation(len(genes.copies))]
         places = [
             replica * size + k
             for stage in stages

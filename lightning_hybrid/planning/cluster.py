@@ -11,8 +11,8 @@ TOLERANCE = {"cpu": 0.2, "cuda": 0.05}
 """By type of device, the relative difference up to which measured speeds count as equal. It is
 larger for CPUs: other processes use them too, and must not change a plan."""
 CONFIRMED = 0.3
-"""Relative difference of speed up to which devices of one kind (see `want_second_look`) count as
-equal after a long measurement."""
+"""Relative difference of speed up to which devices of one kind (see `equal_devices_differ`) count
+as equal after a long measurement."""
 GRID = 0.05
 """Measured relative speeds are rounded to multiples of this, so that small disturbances by other
 processes do not change a plan."""
@@ -314,7 +314,7 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
     return tuple(round(speed, 2) for speed in speeds)
 
 
-def want_second_look(devices: Sequence[Device]) -> bool:
+def equal_devices_differ(devices: Sequence[Device]) -> bool:
     """Whether devices of one kind differ in measured speed, so that a longer measurement is needed.
 
     Devices are of one kind if they have the same host, model, cores and threads; they should be
@@ -327,7 +327,7 @@ def want_second_look(devices: Sequence[Device]) -> bool:
     )
 
 
-def with_second_look(devices: Sequence[Device]) -> list[Device]:
+def average_equal_devices(devices: Sequence[Device]) -> list[Device]:
     """Give devices of one kind their mean speed, unless a long measurement shows that they differ.
 
     Devices are of one kind if they have the same host, model, cores and threads. If the speeds of a

@@ -16,18 +16,18 @@ from lightning_hybrid.planning.chains import fair_ends
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.simulate import DealtCosts, Edge
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import StageCopy
 
 _MOST_CUTS = 100
 """Largest number of ways to cut for which all of them are tried."""
 
-Owners = tuple[tuple[int, ...], ...]
+DevicesOfCopies = tuple[tuple[int, ...], ...]
 AfterBackward = Sequence[tuple[Sequence[float], Sequence[float]]]
 
 
-def owners_of(copies: Sequence[int]) -> Owners:
+def devices_of_copies(copies: Sequence[int]) -> DevicesOfCopies:
     """Number the devices of a replica whose stages have copies.
 
     The first copy of stage 0 is on device 1, the next copies follow; the last copy of the last
@@ -44,7 +44,7 @@ def owners_of(copies: Sequence[int]) -> Owners:
     return (*stages, (*last[:-1], 0))
 
 
-def of_slowest(values: Sequence[float], owners: Owners) -> list[float]:
+def of_slowest(values: Sequence[float], owners: DevicesOfCopies) -> list[float]:
     """Take for each stage the least value of its devices; the last (driver's) stage comes first.
 
     A chain without copies numbers its devices in this order.
@@ -65,7 +65,7 @@ class CopiedStages:
         chain: the same problem with one copy per stage. For each stage it has the least speed and
             memory of the stage's devices. Each copy is taken to hold all micro-batches.
         copies: by stage, its number of copies.
-        speeds: speeds of all devices of a replica, which `owners_of` numbers.
+        speeds: speeds of all devices of a replica, which `devices_of_copies` numbers.
         links: links between all devices of a replica.
         after: by stage, for each of the n partitions the seconds of its all-reduce over the copies
             of the stage in all replicas, and those of its optimizer step; empty: as in the table of
@@ -78,7 +78,7 @@ class CopiedStages:
     chain: StepProblem
     copies: tuple[int, ...]
     speeds: Sequence[float]
-    links: Links
+    links: LinkCosts
     after: AfterBackward = ()
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class CopiedStages:
         def each(seconds: Sequence[float]) -> list[list[float]]:
             """By stage and copy, the time of work that takes the slowest copy `seconds`."""
             found = []
-            for value, devices in zip(seconds, owners_of(self.copies)):
+            for value, devices in zip(seconds, devices_of_copies(self.copies)):
                 least = min(self.speeds[device] for device in devices)
                 found.append([value * least / self.speeds[device] for device in devices])
             return found
@@ -142,12 +142,12 @@ class CopiedStages:
 
     def _weights_s(self, ends: Sequence[int]) -> float:
         """Seconds in which the driver receives the weights of the last stage."""
-        first = owners_of(self.copies)[-1][0]
+        first = devices_of_copies(self.copies)[-1][0]
         size = sum(self.chain.table.gradient_bytes[ends[-2] :])
         return size * self.links.seconds_per_byte[first][0] + self.links.latency_s[first][0]
 
     def _edges(self, ends: Sequence[int]) -> dict[Edge, tuple[float, float]]:
-        owners = owners_of(self.copies)
+        owners = devices_of_copies(self.copies)
         table = self.chain.table
         links = self.links
         sizes = [table.cut_bytes[end - 1] for end in ends[:-1]]

@@ -30,7 +30,7 @@ _PASSES = 2.0
 _UPDATES = 4
 
 
-def look_at(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> Device:
+def describe_device(device: torch.device, speed: tuple[float, float] = (0.0, 0.0)) -> Device:
     """Describe this process's device: host, model, free memory, cores and threads.
 
     Args:

@@ -78,7 +78,7 @@ class TrainingMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class MemoryFit:
     """Compares the memory that a network needs, spread in one way, with the memory of the devices.
 
     Attributes:
@@ -108,8 +108,8 @@ class Fit:
         *,
         may_recompute: bool = True,
         may_go_inside: bool = False,
-    ) -> "Fit":
-        """Make a `Fit` from a table that is for one micro-batch.
+    ) -> "MemoryFit":
+        """Make a `MemoryFit` from a table that is for one micro-batch.
 
         Args:
             table: table of the network, whose sizes are for a micro-batch of ``way``.
@@ -171,8 +171,8 @@ class Fit:
     def _order(self) -> list[int]:
         return [*range(1, self.way.stages), 0]
 
-    def on(self, way: ChainSizes, limits: Sequence[float]) -> "Fit":
-        """Make the `Fit` of the same network, spread in another way over other devices."""
+    def on(self, way: ChainSizes, limits: Sequence[float]) -> "MemoryFit":
+        """Make the `MemoryFit` of the same network, spread in another way over other devices."""
         return replace(self, way=way, limits=limits)
 
     def __str__(self) -> str:
@@ -240,19 +240,19 @@ def _filled(
     return taken if position == count else None
 
 
-def what_lacks(tried: Sequence[Fit]) -> str:
+def what_lacks(tried: Sequence[MemoryFit]) -> str:
     """Write what devices lack, as text for an error: for each number of stages the nearest try.
 
     Args:
         tried: ways that were tried and do not fit; the nearest is the one that lacks least.
     """
-    nearest: dict[int, Fit] = {}
+    nearest: dict[int, MemoryFit] = {}
     for fit in sorted(tried, key=_worst):
         nearest.setdefault(fit.way.stages, fit)
     return "; ".join(map(str, [*nearest.values()][:_SHOWN]))
 
 
-def what_would_fit(tried: Sequence[Fit]) -> str:
+def what_would_fit(tried: Sequence[MemoryFit]) -> str:
     """Write with which sizes or devices the network would fit, as text for an error.
 
     Args:
@@ -276,7 +276,7 @@ def what_would_fit(tried: Sequence[Fit]) -> str:
     return f"It would fit with {'; or '.join(texts)}."
 
 
-def _ways(nearest: Fit) -> Iterator[ChainSizes]:
+def _ways(nearest: MemoryFit) -> Iterator[ChainSizes]:
     """Find ways of spreading the network that fit into memory, for advice.
 
     They have as many stages and another schedule or recomputation; or more stages, on devices like
@@ -306,7 +306,7 @@ def _ways(nearest: Fit) -> Iterator[ChainSizes]:
                 break
 
 
-def _worst(fit: Fit) -> float:
+def _worst(fit: MemoryFit) -> float:
     return max(fit.lacks)
 
 
@@ -320,7 +320,7 @@ def check_memory(
     limits: Sequence[int],
     *,
     recompute: bool = False,
-    tried: Sequence[Fit] = (),
+    tried: Sequence[MemoryFit] = (),
     contiguous: bool = False,
 ) -> None:
     """Raise an error with advice if no placement of a network fits into memory.
@@ -368,7 +368,7 @@ def check_memory(
     raise PlanError(f"{problem}. {_advice(table, held.most, more, tried)}")
 
 
-def _advice(table: PartitionTable, held: int, more: str, tried: Sequence[Fit]) -> str:
+def _advice(table: PartitionTable, held: int, more: str, tried: Sequence[MemoryFit]) -> str:
     texts = [
         "Make the batch smaller (activations grow with it), take an optimizer with less state, or "
         f"use larger devices{more}."

@@ -15,8 +15,13 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import find_boundary
 from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster import Cluster, Rates
-from lightning_hybrid.planning.copied_stages import of_slowest, owners_of
-from lightning_hybrid.planning.memory_check import ChainSizes, Fit, TrainingMemory, check_memory
+from lightning_hybrid.planning.copied_stages import devices_of_copies, of_slowest
+from lightning_hybrid.planning.memory_check import (
+    ChainSizes,
+    MemoryFit,
+    TrainingMemory,
+    check_memory,
+)
 from lightning_hybrid.planning.memory_needed import (
     RunMemory,
     held_in_training,
@@ -227,7 +232,7 @@ def _replica(
     cluster = site.cluster
     rates = site.rates
     if settings.has_copies:
-        limits = limits and tuple(map(int, of_slowest(limits, owners_of(settings.copies))))
+        limits = limits and tuple(map(int, of_slowest(limits, devices_of_copies(settings.copies))))
     # any device may get the partition whose operations use the most memory
     working = round(max(table.working_bytes))
     return Replica(
@@ -269,13 +274,13 @@ def _check(
     Raises:
         PlanError: no placement fits.
     """
-    tried: list[Fit] = []
+    tried: list[MemoryFit] = []
     # for streamed schedules no other number of micro-batches is advised
     if settings.schedule not in STREAMED:
         ways = [way, replace(way, recompute=False)] if way.recompute else [way]
         chain = settings.contiguous and not settings.has_copies and settings.schedule != "looped"
         tried = [
-            Fit.of(
+            MemoryFit.of(
                 table,
                 each,
                 limits,

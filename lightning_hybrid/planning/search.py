@@ -16,8 +16,8 @@ from lightning_hybrid.planning.copied_stages import (
     AfterBackward,
     CopiedStages,
     best_cuts,
+    devices_of_copies,
     of_slowest,
-    owners_of,
 )
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
@@ -30,7 +30,7 @@ from lightning_hybrid.planning.split_backwards import (
     split_costs,
     split_costs_inside,
 )
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts, batch_s, fill_drain_s
 from lightning_hybrid.schedules import INSIDE, STREAMED, DelayedWeights, loop_order
 
@@ -116,7 +116,7 @@ class Replica:
     capacities: Sequence[float] | None = None
     bandwidth_bytes_per_s: float = float("inf")
     latency_s: float = 0.0
-    links: Links | None = None
+    links: LinkCosts | None = None
     memory_limits: tuple[int, ...] | None = None
     after: AfterBackward = ()
 
@@ -144,7 +144,8 @@ def plan_stages(
         PlanError: there are more stages than partitions, a cut point is unknown or misplaced, or no
             placement fits.
     """
-    stages, owners = replica.stages, owners_of(settings.copies) if settings.has_copies else ()
+    stages = replica.stages
+    owners = devices_of_copies(settings.copies) if settings.has_copies else ()
     if stages > (most := len(table.names)):
         raise PlanError(
             f"stages({stages}) are more than the {most} partitions of the network: ask for at "
@@ -156,7 +157,7 @@ def plan_stages(
         table=table,
         # the copies of a stage wait for the slowest one, whose speed is used for the cuts
         speeds=of_slowest(speeds, owners) if owners else speeds,
-        links=replica.links or Links.equal(stages, *rates),
+        links=replica.links or LinkCosts.equal(stages, *rates),
         # a stream has no fill and drain, which are negligible with many micro-batches
         microbatches=_STREAM if settings.schedule in STREAMED else replica.microbatches,
         memory_limits=replica.memory_limits or (),
@@ -166,7 +167,7 @@ def plan_stages(
             chain=problem,
             copies=settings.copies,
             speeds=speeds,
-            links=Links.equal(len(speeds), *rates),
+            links=LinkCosts.equal(len(speeds), *rates),
             after=replica.after,
         )
         ends, chosen_by = _cuts_of_copies(copied, settings, cut_points)

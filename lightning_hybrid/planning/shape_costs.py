@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_hybrid.planning.cluster_description import ClusterDescription, Level
-from lightning_hybrid.planning.copied_stages import CopiedStages, of_slowest, owners_of
+from lightning_hybrid.planning.copied_stages import CopiedStages, devices_of_copies, of_slowest
 from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.partition_table import PartitionTable
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 
 CostsOf = Callable[[int], PartitionTable]
 """A function from the number of samples of a micro-batch to the table of the partitions, with the
@@ -43,7 +43,7 @@ def problem_of(
     table: PartitionTable,
     cluster: ClusterDescription,
     way: ChainSizes,
-    links: Links,
+    links: LinkCosts,
     replica: int | None,
 ) -> StepProblem:
     """Make the step problem of a shape that uses all devices of a cluster.
@@ -77,7 +77,7 @@ def problem_of(
     )
 
 
-def links_of(cluster: ClusterDescription, devices: int) -> Links:
+def links_of(cluster: ClusterDescription, devices: int) -> LinkCosts:
     """Find the links between the devices of a replica; each is the slowest over all replicas.
 
     Args:
@@ -98,7 +98,7 @@ def links_of(cluster: ClusterDescription, devices: int) -> Links:
                 joined &= row[:, None] == row[None, :]
             seconds[joined] = 1 / level.bandwidth_bytes_per_s
             latency[joined] = level.latency_s
-    return Links(seconds_per_byte=seconds.tolist(), latency_s=latency.tolist())
+    return LinkCosts(seconds_per_byte=seconds.tolist(), latency_s=latency.tolist())
 
 
 def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int = 1) -> float:
@@ -172,7 +172,7 @@ def with_copies(
         copies: By stage, its number of copies; their sum is the number of devices of a replica.
         cluster: The cluster, for the all-reduces over all ranks of each stage.
     """
-    owners, table = owners_of(copies), problem.table
+    owners, table = devices_of_copies(copies), problem.table
     if len(cluster.devices) == problem.m:  # copies average too, as several replicas do anyway
         held = [size + copy for size, copy in zip(table.memory_bytes, table.gradient_bytes)]
         table = replace(table, memory_bytes=held)
@@ -206,7 +206,7 @@ def with_copies(
     )
 
 
-def _of_copies(links: Links, owners: Sequence[Sequence[int]]) -> Links:
+def _of_copies(links: LinkCosts, owners: Sequence[Sequence[int]]) -> LinkCosts:
     """Combine the links between the copies of two stages into one link between the stages.
 
     The slowest link counts. Each of r copies sends on a link of its own, so that a message takes
@@ -227,7 +227,7 @@ def _of_copies(links: Links, owners: Sequence[Sequence[int]]) -> Links:
     ) -> float:
         return max(table[i][j] for i in here for j in there)
 
-    return Links(
+    return LinkCosts(
         seconds_per_byte=[
             [
                 slowest(links.seconds_per_byte, here, there) * (1 / len(here) + 1 / len(there)) / 2

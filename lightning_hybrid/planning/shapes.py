@@ -29,9 +29,9 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.arrangements import MOST_TURNS, Arrangement, Arrangements, improve
 from lightning_hybrid.planning.cluster import order_ranks
 from lightning_hybrid.planning.cluster_description import ClusterDescription
-from lightning_hybrid.planning.copied_stages import best_cuts, owners_of
+from lightning_hybrid.planning.copied_stages import best_cuts, devices_of_copies
 from lightning_hybrid.planning.looped_placements import improved
-from lightning_hybrid.planning.memory_check import Fit, gigabytes, what_lacks, what_would_fit
+from lightning_hybrid.planning.memory_check import MemoryFit, gigabytes, what_lacks, what_would_fit
 from lightning_hybrid.planning.memory_needed import remaining
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
@@ -168,7 +168,7 @@ class Shape:
     search: str
     lacking_bytes: float = 0.0
     shares: tuple[int, ...] = ()
-    fit: Fit | None = None
+    fit: MemoryFit | None = None
     plans: tuple[Plan, ...] = ()
     refusal: str = ""
     plain: bool = False
@@ -559,7 +559,7 @@ def plans_of(
         copied = space.copied(genes.used, genes.copies, genes.microbatches)
         table = copied.chain.table
         costs = replace(
-            copied.stage_costs(genes.ends), devices=[*map(min, owners_of(genes.copies))]
+            copied.stage_costs(genes.ends), devices=[*map(min, devices_of_copies(genes.copies))]
         )
     else:
         costs = whole.costs(genes.ends, genes.chain)
@@ -575,7 +575,7 @@ def plans_of(
         microbatches=genes.microbatches,
         schedule=INSIDE if genes.inside and space.may_go_inside else "gpipe",
         cuts=tuple(table.names[end] for end in genes.ends[:-1]),
-        devices=owners_of(genes.copies) if genes.has_copies else tuple(genes.chain),
+        devices=devices_of_copies(genes.copies) if genes.has_copies else tuple(genes.chain),
         capacities=tuple(whole.speeds),
         rows=table.rows(genes.ends, costs),
         predicted_step_s=shape.step_s,
@@ -594,11 +594,11 @@ def plans_of(
     return plans
 
 
-def _fit(space: Arrangements, genes: Arrangement) -> Fit:
+def _fit(space: Arrangements, genes: Arrangement) -> MemoryFit:
     """Compare the memory that an arrangement without cuts needs with the limits of the devices."""
     problem = space.whole(genes)
     way = space.way(genes)
-    fit = Fit.of(problem.table, way, problem.memory_limits, space.batch)
+    fit = MemoryFit.of(problem.table, way, problem.memory_limits, space.batch)
     # `problem_of` has taken the inputs kept for recomputation off the limits: add them again
     kept = way.recompute * way.alive / way.microbatches * fit.crossing_bytes
     return replace(fit, limits=[limit + kept for limit in problem.memory_limits])

@@ -12,7 +12,7 @@ from lightning_hybrid.planning.step_time import StepCosts, fill_drain_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class LinkCosts:
     """The links between the m devices of a replica, as tables; their diagonal is not used.
 
     Attributes:
@@ -25,7 +25,9 @@ class Links:
     latency_s: Sequence[Sequence[float]]
 
     @classmethod
-    def equal(cls, devices: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> "Links":
+    def equal(
+        cls, devices: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0
+    ) -> "LinkCosts":
         """Make links that are equal between any two of `devices` devices."""
         return cls(
             seconds_per_byte=[[1 / bandwidth_bytes_per_s] * devices] * devices,
@@ -53,7 +55,7 @@ class StepProblem:
 
     table: PartitionTable
     speeds: Sequence[float]
-    links: Links
+    links: LinkCosts
     microbatches: int
     memory_limits: Sequence[float] = ()
 

@@ -21,7 +21,7 @@ from lightning_hybrid.process.joining import (
     LETTING_GO_S,
     History,
     Meeting,
-    follow,
+    drop_what_driver_lacks,
     has_met,
     history,
     join,
@@ -29,7 +29,7 @@ from lightning_hybrid.process.joining import (
     reach,
     store_of_all,
 )
-from lightning_hybrid.process.killed_ranks import KilledRanks
+from lightning_hybrid.process.killed_ranks import KilledRanksWatch
 from lightning_hybrid.process.servers import (
     EndOrder,
     JoinOrder,

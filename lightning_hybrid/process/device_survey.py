@@ -27,12 +27,12 @@ from lightning_hybrid.planning import (
     Device,
     Machine,
     Rates,
+    average_equal_devices,
+    describe_device,
+    equal_devices_differ,
     given_speeds,
-    look_at,
     measure_speed,
     update_s_per_byte,
-    want_second_look,
-    with_second_look,
 )
 
 LINK_BYTES = 4 * 2**20
@@ -59,14 +59,14 @@ def devices_of_all(
         The devices by global rank, equal on all ranks.
     """
     if given is not None:
-        return gather_objects(world, look_at(device))
+        return gather_objects(world, describe_device(device))
     meet(world)  # measure at the same time: ranks on one host slow each other down
-    devices = gather_objects(world, look_at(device, measure_speed(device)))
-    if not want_second_look(devices):
+    devices = gather_objects(world, describe_device(device, measure_speed(device)))
+    if not equal_devices_differ(devices):
         return devices
     meet(world)
-    return with_second_look(
-        gather_objects(world, look_at(device, measure_speed(device, long=True)))
+    return average_equal_devices(
+        gather_objects(world, describe_device(device, measure_speed(device, long=True)))
     )
 
 

@@ -174,7 +174,7 @@ def history() -> History:
     return History(_Process.generation, bool(_Process.key), _Process.failed)
 
 
-def follow(driver: History) -> None:
+def drop_what_driver_lacks(driver: History) -> None:
     """On a server, give up groups that rank 0 lacks, so that both make the next ones together.
 
     Closes the mesh, and the group of all ranks, where rank 0 has other ones or none. (There may

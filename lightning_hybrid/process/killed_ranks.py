@@ -11,7 +11,7 @@ from lightning_hybrid.process.faults import GRACE_S
 _LOOK_EVERY_S = 0.2
 
 
-class KilledRanks(BackgroundThread):
+class KilledRanksWatch(BackgroundThread):
     """A thread that looks for started processes that have been killed or have ended with an error.
 
     It asks ``Children.lose`` whether the run goes on without them; if so, it kills the rest of

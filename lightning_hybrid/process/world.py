@@ -130,14 +130,14 @@ class World:
         return self.joined.cluster
 
     @property
-    def _all(self) -> Mesh | Everyone:
+    def _speaks_to_all(self) -> Mesh | Everyone:
         """What speaks to all ranks: the mesh once this rank has joined it, else `everyone`."""
         return self._joined.mesh if self._joined else self.everyone
 
     @property
     def coordinates(self) -> Coordinates:
         """The coordinates of this rank, which may change when it joins the mesh."""
-        return self._all.coordinates
+        return self._speaks_to_all.coordinates
 
     def survive(self, *, survives: bool) -> None:
         """Set, before a run and equally on all ranks, whether replicas go on when one is lost."""
@@ -159,7 +159,7 @@ class World:
         survivors = self.mesh.survivors if self._joined is not None else None
         given_up = survivors.lose(lost) if survivors is not None else None
         if given_up is None:
-            tell_lost(self._all, lost)
+            tell_lost(self._speaks_to_all, lost)
         return given_up
 
     def barrier(self, name: str = "") -> None:
@@ -319,7 +319,7 @@ class World:
         if self._joined and self.mesh.survivors is not None and is_loss(error):
             self.mesh.survivors.await_end()
         # this error may be a consequence of another rank's, which is then in the store
-        first = first_fault(self._all, error, rank)
+        first = first_fault(self._speaks_to_all, error, rank)
         # others wait for this rank at the next meeting, unless it has heard of the failure at one
         together = self.phase in (Phase.TOGETHER, Phase.CHOOSING) and not self._has_heard
         if together and not is_loss(error):

@@ -2,6 +2,7 @@
 
 from lightning_hybrid.remote.deferred import (
     count_as_whole,
+    empty_like_on,
     give_up,
     is_deferred,
     is_lent,
@@ -9,7 +10,6 @@ from lightning_hybrid.remote.deferred import (
     is_offloaded,
     is_vacant,
     lend,
-    like,
     materialize,
     materialized_with,
     occupy,
@@ -30,8 +30,8 @@ from lightning_hybrid.remote.intercepted import Intercepted
 from lightning_hybrid.remote.living_views import ViewInMemory, views_of
 from lightning_hybrid.remote.mapped_files import PAGE_OUT, let_go_of_pages, mappings
 from lightning_hybrid.remote.own_memory import with_memory
+from lightning_hybrid.remote.proxies import Proxies
 from lightning_hybrid.remote.proxy import RemoteKind, read_now, writes_to
-from lightning_hybrid.remote.remote import RemoteTensors
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
 from lightning_hybrid.remote.unread import (
     Unread,

@@ -272,7 +272,7 @@ def offload(tensor: Any, name: str, where: str) -> None:
     with as_they_are():
         # (on the meta device, where it keeps its size, strides and type; and not in memory that a
         # maker knows)
-        swap_memory(tensor, ordinary(tensor, like(tensor, "meta")))
+        swap_memory(tensor, ordinary(tensor, empty_like_on(tensor, "meta")))
         vars(tensor).pop("_lent", None)
         defer(tensor, None, name, where)
 
@@ -288,7 +288,7 @@ def lend(tensor: Any, name: str, where: str) -> None:
         where: which rank owns it, in the words of errors ("on ...").
     """
     with as_they_are():
-        before = exchange_memory(tensor, ordinary(tensor, like(tensor, "meta")))
+        before = exchange_memory(tensor, ordinary(tensor, empty_like_on(tensor, "meta")))
         defer(tensor, None, name, where)
         tensor._lent = before
 
@@ -311,12 +311,12 @@ def elsewhere(tensor: Tensor, name: str, where: str) -> Tensor:
         name: name of the new tensor in errors.
         where: which rank owns it, in the words of errors ("on ...").
     """
-    twin = like(tensor, "meta")
+    twin = empty_like_on(tensor, "meta")
     defer(twin, None, name, where)
     return twin
 
 
-def like(tensor: Tensor, device: torch.device | str) -> Tensor:
+def empty_like_on(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A new uninitialised tensor with the size, strides and type of another one."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 

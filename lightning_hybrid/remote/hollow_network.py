@@ -19,7 +19,7 @@ from lightning_hybrid._torch.tensors import (
     storage_key,
 )
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.remote.deferred import FormerMemory, is_deferred, like, restore, show
+from lightning_hybrid.remote.deferred import FormerMemory, empty_like_on, is_deferred, restore, show
 
 
 class Hollow:
@@ -83,7 +83,7 @@ class Hollow:
         known = self._kept.get(id(tensor))
         if known is None or known[0] is not tensor:
             with as_they_are():
-                empty = like(tensor, self._device)
+                empty = empty_like_on(tensor, self._device)
             if empty.is_contiguous():  # (TorchDynamo cannot capture others without memory)
                 empty.untyped_storage().resize_(0)
             known = self._kept[id(tensor)] = tensor, empty

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_hybrid._torch.tensors import has_tensors, schema, storage_key, version
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
-from lightning_hybrid.remote.deferred import is_deferred, like, value_of
+from lightning_hybrid.remote.deferred import empty_like_on, is_deferred, value_of
 from lightning_hybrid.remote.mapped_files import in_mapped_file, let_go_of_file
 from lightning_hybrid.remote.own_memory import memory_for
 
@@ -214,7 +214,7 @@ class Tape:
 
         The tape knows it, and records no numbers for it.
         """
-        twin = like(like_this, "meta")
+        twin = empty_like_on(like_this, "meta")
         self.view(twin)
         return twin
 

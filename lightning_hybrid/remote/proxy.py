@@ -1,7 +1,7 @@
 """Proxies: tensors of other ranks that look like tensors of this one.
 
 The class of a proxy intercepts the operations on it (:mod:`lightning_hybrid.remote.intercepted`).
-Before an operation uses its values, it has :class:`~lightning_hybrid.remote.remote.RemoteTensors`
+Before an operation uses its values, it has :class:`~lightning_hybrid.remote.proxies.Proxies`
 fetch them; after an operation has written to them, it tells that object.
 """
 
@@ -98,7 +98,7 @@ class Remote:
         kind: its kind.
         name: name of the tensor, or of the parameter of a gradient, in the LightningModule.
         value: its values on this rank: the parameter or buffer itself, or memory for a gradient.
-        seen: the age (:class:`~lightning_hybrid.remote.remote.RemoteTensors`) in which ``value``
+        seen: the age (:class:`~lightning_hybrid.remote.proxies.Proxies`) in which ``value``
             was fetched; ``None``: never.
         version: the version counter of ``value`` when it was last equal to the owner's.
         written: whether a proxy has noted a write to ``value`` since then.
@@ -242,7 +242,7 @@ def make_proxy_again(tensor: Any, source: Remote) -> None:
     tensor._source = source
 
 
-def proxies() -> list[Tensor]:
+def all_proxies() -> list[Tensor]:
     """All tensors that were made proxies and still exist; some are possibly ordinary again."""
     return list(_made.values())
 

@@ -66,13 +66,13 @@ class RemoteGradients:
     def is_known(self, remote: Remote) -> bool:
         """Whether it is known here if a parameter has a gradient.
 
-        Else pending changes must be sent (:meth:`RemoteTensors.flush`), and the owners be asked.
+        Else pending changes must be sent (:meth:`Proxies.flush`), and the owners be asked.
         """
         if remote.name in self.assigned:
             return True
         return not self.in_graph and self._present is not None
 
-    def names(self) -> set[str]:
+    def ask_present(self) -> set[str]:
         """Names of the remote parameters that have a gradient on their owner.
 
         Asks the owners unless it is known (:attr:`known` never asks). Each new name also gets a
@@ -114,7 +114,7 @@ class RemoteGradients:
         """
         if remote.name in self.assigned:
             return self.assigned[remote.name]
-        if remote.name not in self.names():
+        if remote.name not in self.ask_present():
             return None
         found = self._held[remote.name]
         return found.show(lambda: make_proxy(found.value.detach(), found))

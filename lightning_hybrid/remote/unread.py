@@ -22,9 +22,9 @@ from lightning_hybrid.remote.deferred import (
     Maker,
     count_as_whole,
     defer,
+    empty_like_on,
     exchange_memory,
     is_deferred,
-    like,
     restore,
 )
 from lightning_hybrid.remote.deferred import show as make_ordinary
@@ -167,7 +167,7 @@ def leave_unread(tensor: Any, name: str, value: Any) -> FormerMemory:
         What :func:`restore` needs to undo it.
     """
     with as_they_are(), torch.no_grad():
-        before = exchange_memory(tensor, ordinary(tensor, like(value, "meta")))
+        before = exchange_memory(tensor, ordinary(tensor, empty_like_on(value, "meta")))
         value._maker.open(tensor, name)
     return before
 

@@ -126,7 +126,7 @@ class Run:
         return self.world.coordinates.lightning_rank == 0
 
     @property
-    def cuts_stay(self) -> str:
+    def why_cuts_stay(self) -> str:
         """Why the option ``replan="epoch"`` cannot change the cuts in this run; empty: it can."""
         here = self.world.coordinates
         if here.ranks_per_replica == 1:
@@ -140,7 +140,7 @@ class Run:
     @property
     def changes_cuts(self) -> bool:
         """Whether stages may be cut at other places when an epoch begins."""
-        return self.fitting and self.config.replans_cuts and not self.cuts_stay
+        return self.fitting and self.config.replans_cuts and not self.why_cuts_stay
 
     def stage_options(self) -> StageOptions:
         """Make the options of stages (collective over the drivers, since it may make a group)."""

@@ -51,10 +51,10 @@ def by_device(schedule: Schedule, devices: Sequence[int]) -> tuple[Merged, Merge
         order = [s.microbatch for s in schedule.forward[0] if s.kind is InstructionKind.FORWARD]
         lists = interleaved(len(devices) // rounds, rounds, order)
         return lists, ((),) * len(lists)
-    return merge(schedule.forward, devices), merge(schedule.backward, devices)
+    return merge_lists(schedule.forward, devices), merge_lists(schedule.backward, devices)
 
 
-def merge(lists: Lists, devices: Sequence[int]) -> Merged:
+def merge_lists(lists: Lists, devices: Sequence[int]) -> Merged:
     """Merge the stages' lists of a forward or backward pass into one list per device, by ticks.
 
     Args:

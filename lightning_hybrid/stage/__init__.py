@@ -1,26 +1,23 @@
 """How a rank runs its stages: passes, random numbers, batch statistics, averaging of gradients."""
 
 from lightning_hybrid.stage.batchnorm import Synchronised
-from lightning_hybrid.stage.calls import (
-    Call,
-    Ends,
-    Gradients,
-    Values,
-    draw_number,
-    generators_of_microbatch,
-    microbatch_seed,
-    random_state,
-    set_random_state,
-)
+from lightning_hybrid.stage.calls import Call, Ends, Gradients, Values
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.gradient_averaging import (
+    AveragingGroup,
     Broadcasts,
-    ReplicaGroup,
     broadcast_module,
     state_buffers,
 )
 from lightning_hybrid.stage.lent_weights import LendingLine
 from lightning_hybrid.stage.module_outline import ModuleOutline
+from lightning_hybrid.stage.random_numbers import (
+    generators_of_microbatch,
+    microbatch_seed,
+    random_state,
+    seed_number_of,
+    set_random_state,
+)
 from lightning_hybrid.stage.rank_stages import (
     StageOptions,
     borrowed_parameters,

@@ -14,16 +14,9 @@ from torch.autograd.graph import GradientEdge
 from lightning_hybrid.comm import Arriving, GradientPattern
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.schedules import INSIDE
-from lightning_hybrid.stage.calls import (
-    Call,
-    Gradients,
-    Recipe,
-    SavedForward,
-    again,
-    generators_of_microbatch,
-    set_random_state,
-)
+from lightning_hybrid.stage.calls import Call, Gradients, Recipe, SavedForward, again
 from lightning_hybrid.stage.forward_pass import Pass
+from lightning_hybrid.stage.random_numbers import generators_of_microbatch, set_random_state
 from lightning_hybrid.stage.split_backward import CANNOT_BE_SPLIT, WeightPart, input_part
 
 if TYPE_CHECKING:
@@ -91,10 +84,10 @@ class BackwardPass(Pass):
             if self.call.key.inside:
                 self.engine.average_aside(self.call)
                 return
-            self.engine.replica_group.arm(self.engine.done_before)
+            self.engine.averaging_group.arm(self.engine.done_before)
             links = self.own.links
             if links.ring(microbatch) not in links.rings:  # (this copy computes no micro-batch)
-                self.engine.replica_group.finish()
+                self.engine.averaging_group.finish()
 
     def backward(self, microbatch: int) -> None:
         engine = self.engine

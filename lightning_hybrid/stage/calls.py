@@ -1,23 +1,13 @@
-"""What the stages of one rank keep of a call of the network: inputs, random numbers, recomputation.
-
-With torch's own generators a stage that draws random numbers (dropout) would draw other numbers
-than one device does, and they would depend on the number of stages. So each micro-batch has a
-generator of its own, seeded from the run's seed, the replica, the batch, the call and the
-micro-batch, and the generator's *state travels with the activations*: stage k + 1 goes on where
-stage k stopped. The numbers then depend on the seed and on the micro-batch alone. The generators of
-the user's code are never touched.
+"""What the stages of one rank keep of a call of the network: inputs, and how to run it again.
 
 With recomputation of activations a forward keeps its inputs, and runs again when its backward
 comes. It then draws the same random numbers as before, and writes to copies of the buffers that it
 has written before. Only memory and time differ from a run without recomputation.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
-from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -104,7 +94,7 @@ class Call:
     Attributes:
         number: number of the call among the calls of the network.
         draw: number that decides the random numbers; see
-            :func:`lightning_hybrid.stage.calls.draw_number`.
+            :func:`lightning_hybrid.stage.random_numbers.seed_number_of`.
         key: decides which tensors are exchanged; only the first call with a key sends shapes.
         exchange: whether headers with shapes travel before the activations, as in that first call.
         uses_rng: whether the states of the generators travel with the activations.
@@ -248,80 +238,3 @@ def again(
 
 def _nothing(_: None) -> Tensor:
     raise AssertionError("a forward that runs again keeps nothing")
-
-
-_one_at_a_time = Lock()
-"""Held while the state of a generator is read or set. Without it two threads that do so may
-deadlock (torch 2.13): one has the generator's lock and waits for Python's, the other has
-Python's and waits for the generator's."""
-
-
-def draw_number(batch: int, call: int) -> int:
-    """Number a call for its random numbers: the argument ``draw`` of :func:`microbatch_seed`.
-
-    Args:
-        batch: how many training batches the run has seen before; it is in the checkpoint, so that a
-            run that is resumed draws what it would have drawn.
-        call: how many differentiable calls this batch has seen before; below 2^16.
-    """
-    return batch << 16 | call
-
-
-def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
-    """Compute the seed (64 bits) of the random generators of one micro-batch.
-
-    Args:
-        seed: seed of the run's networks.
-        replica: number of the replica (``dp_rank``).
-        draw: number of the call, from :func:`draw_number`.
-        microbatch: number of the micro-batch in the call.
-    """
-    # a hash: four numbers become one, and neighbours among them get streams that are not related
-    text = f"{seed}/{replica}/{draw}/{microbatch}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """Read the states of the generators that a layer on ``device`` may draw from, as byte tensors.
-
-    First that of the CPU's generator, then, if ``device`` is a GPU, that of the GPU's. The tensors
-    are on the CPU; reading a GPU's generator waits for no kernel.
-    """
-    with _one_at_a_time:
-        states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        return states
-
-
-@cache
-def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
-    """Specs of the tensors that :func:`random_state` returns, for a receiver of such tensors."""
-    return tuple(TensorSpec.of(state) for state in random_state(device))
-
-
-def set_random_state(states: list[Tensor], device: torch.device) -> None:
-    """Set the generators that :func:`random_state` reads to ``states``, which it has returned."""
-    with _one_at_a_time:
-        torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], device)
-
-
-@contextmanager
-def generators_of_microbatch(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Context for a micro-batch's random numbers: at its end the generators have their old states.
-
-    Args:
-        seed: seed that the generators get at the beginning; ``None``: they are not seeded, and the
-            caller sets their states inside (:func:`set_random_state`).
-        device: the GPU whose generator is meant beside the CPU's; a CPU: only the CPU's generator.
-    """
-    before = random_state(device)
-    try:
-        if seed is not None:
-            with _one_at_a_time:
-                torch.manual_seed(seed)
-        yield
-    finally:
-        set_random_state(before, device)

@@ -50,7 +50,7 @@ from lightning_hybrid.stage.calls import (
 )
 from lightning_hybrid.stage.early_forwards import EarlyForwards
 from lightning_hybrid.stage.forward_pass import ForwardPass, Pass
-from lightning_hybrid.stage.gradient_averaging import ONLY_DENSE, ReplicaGroup
+from lightning_hybrid.stage.gradient_averaging import ONLY_DENSE, AveragingGroup
 from lightning_hybrid.stage.rank_stages import (
     OwnedStage,
     StageOptions,
@@ -81,7 +81,7 @@ class Engine:
     Attributes:
         borrowed: names in the network of parameters that this rank uses and another rank of its
             replica owns.
-        replica_group: averages the gradients of this rank's stages over the replicas.
+        averaging_group: averages the gradients of this rank's stages over the replicas.
         sparse: by name in the network, weights of this rank's stages with sparse gradients, which
             cannot be averaged; empty if there is only one replica, and one copy of these stages.
         replayed: keeps the running statistics of a stage that has copies; ``None``: no stage of
@@ -120,7 +120,7 @@ class Engine:
         copies, driver = copies_of(placement.devices[next(iter(links))]), 0
         self.borrowed = borrowed_parameters(network, placement)[self.coordinates.pp_rank]
         named = {name: value for stage in here for name, value in stage.named_parameters()}
-        self.replica_group = ReplicaGroup(
+        self.averaging_group = AveragingGroup(
             [value for name, value in named.items() if name not in self.borrowed],
             lambda: dict(pair for stage in here for pair in stage.named_buffers()).values(),
             mesh.owners(copies),
@@ -258,7 +258,7 @@ class Engine:
         # 1. Gradients of weights are about to be added to. If all copies of a stage hold the same
         #    gradient from before, only one keeps it, or their sum would count it several times.
         if mode.parameters:
-            self.replica_group.take_part()
+            self.averaging_group.keep_on_one_copy()
         # 2. The instruction list, as in a forward.
         works = [
             BackwardPass(self, index, call, mode, gradients) for index in range(len(self.owned))
@@ -269,7 +269,7 @@ class Engine:
         # 3. Wait for the averages that were begun on the way (instruction `reduce`). A rank that
         #    has failed does so too: its replicas wait in the same collectives.
         if mode.reduce:
-            self.replica_group.finish()
+            self.averaging_group.finish()
         self.passed = True
         if self.coordinates.is_driver:
             self._raise(next((work.error for work in works if work.error), None))
@@ -288,12 +288,12 @@ class Engine:
             return
         self.passed = False
         factor = self._pass_on(factor)
-        self.replica_group.take_part()
+        self.averaging_group.keep_on_one_copy()
         if mode.reduce:
-            self.replica_group.arm(self.done_before)
+            self.averaging_group.arm(self.done_before)
         stages = [self.stage_for(own, call.key) for own in self.owned]
         with as_they_are():
-            pairs = self.replica_group.take_aside() if mode.averaged else []
+            pairs = self.averaging_group.take_aside() if mode.averaged else []
             if not mode.averaged:
                 pairs += gradients_aside(call.aside, stages, keep=mode.keep)
             multiply_each([gradient for _, gradient in pairs], factor)
@@ -301,7 +301,7 @@ class Engine:
                 # (`backward`, so that hooks of the weights hear of it as of any other gradient)
                 torch.autograd.backward(*pairs.pop())
         if mode.reduce:
-            self.replica_group.finish()
+            self.averaging_group.finish()
         self.passed = True
 
     def _send_aside(self, call: Call) -> None:
@@ -309,7 +309,7 @@ class Engine:
         if call.averages:
             if not call.key.inside:  # (other replicas may go back inside of their calls)
                 self.average_aside(call)
-            self.replica_group.send_aside()
+            self.averaging_group.send_aside()
 
     def average_aside(self, call: Call) -> None:
         """Begin to average the gradients that backwards inside of a call leave aside.
@@ -321,7 +321,7 @@ class Engine:
         for own, aside in zip(self.owned, call.aside):
             weights = self.stage_for(own, call.key).taken()
             leaves |= {weights[name]: leaf for name, leaf in aside.items()}
-        self.replica_group.arm_aside(call.number, leaves, self.done_before)
+        self.averaging_group.arm_aside(call.number, leaves, self.done_before)
 
     def _pass_on(self, factor: Tensor | None) -> Tensor:
         """Pass the driver's factor on from rank to rank, from the last stage to the first one.

@@ -12,13 +12,8 @@ from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm import Arriving, Header, StageLinks, TensorSpec
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import InstructionKind
-from lightning_hybrid.stage.calls import (
-    Call,
-    Ends,
-    Gradients,
-    SavedForward,
-    Values,
-    forward,
+from lightning_hybrid.stage.calls import Call, Ends, Gradients, SavedForward, Values, forward
+from lightning_hybrid.stage.random_numbers import (
     generators_of_microbatch,
     microbatch_seed,
     random_state,

@@ -1,9 +1,9 @@
 """Averages gradients over the ranks of R replicas that have the same stages, and copies buffers.
 
 Gradients travel in buckets, in the reverse order of the parameters, which is about the order in
-which the backward pass finishes them. :meth:`ReplicaGroup.arm` is called right before the last
+which the backward pass finishes them. :meth:`AveragingGroup.arm` is called right before the last
 micro-batch's backward; from then on a bucket leaves as soon as its last gradient is final, while
-the rest of that backward still runs. :meth:`ReplicaGroup.finish` sends what is left and waits.
+the rest of that backward still runs. :meth:`AveragingGroup.finish` sends what is left and waits.
 
 The algorithm is the backend's: gloo runs a ring, NCCL a ring or a tree (``NCCL_ALGO`` decides).
 A ring of m ranks moves 2 (m - 1) / m times the bytes of the gradients out of every rank.
@@ -192,7 +192,7 @@ class _Bucket:
         # (the host waits for the device here, but only if there are unused parameters)
         return [pair for pair, count in zip(pairs, self.counts.tolist()) if count > 0]
 
-    def empty(self, *, kept: bool = True) -> None:
+    def write_back(self, *, kept: bool = True) -> None:
         """Write the averages into the parameters' gradients; all count as missing again.
 
         A parameter without a gradient gets a new one if a replica had one for it.
@@ -220,7 +220,7 @@ def _gradient(parameter: Tensor, aside: Mapping[Tensor, Tensor] | None) -> Tenso
     return None if found is None else found.grad
 
 
-class ReplicaGroup:
+class AveragingGroup:
     """Averages gradients, and copies weights and buffers, among the ranks with the same stages.
 
     In each replica as many ranks have the stages as the stages have copies (ranks that take
@@ -274,7 +274,7 @@ class ReplicaGroup:
         self._place: dict[Tensor, tuple[_Bucket, int]] = {}
         self._hooks: dict[Parameter, RemovableHandle] = {}
 
-    def take_part(self) -> None:
+    def keep_on_one_copy(self) -> None:
         """Prepare for a backward, in which each copy of the stages adds gradients by itself.
 
         If all copies hold the same gradients, as after an average, only the first copy keeps them:
@@ -307,7 +307,7 @@ class ReplicaGroup:
         """
         if self._size == 1 and self._survivors is None:
             return
-        self.take_part()
+        self.keep_on_one_copy()
         self._drop_aside()
         # parameters that the user freezes or thaws in a run change the buckets, on all replicas
         trainable = [self._trains(parameter) for parameter in self._parameters]
@@ -342,7 +342,7 @@ class ReplicaGroup:
             for bucket, work in zip(self._buckets, self._sent):
                 assert work is not None
                 wait(work, ANOTHER_REPLICA)
-                bucket.empty(kept=self._owns)
+                bucket.write_back(kept=self._owns)
         self._sent.clear()  # (a reference to a transfer would keep its group from closing)
         self._whole = True
         if not self._owns:
@@ -443,7 +443,7 @@ class ReplicaGroup:
         with as_they_are():
             for bucket in self._buckets:
                 bucket.numbers.mul_(scale)
-                bucket.empty()
+                bucket.write_back()
         self._sent.clear()
 
     @property
@@ -533,9 +533,9 @@ class ReplicaGroup:
 def state_buffers(module: nn.Module) -> list[Tensor]:
     """List the buffers of a module that training possibly reads: codebooks, queues, prototypes.
 
-    All replicas must have those of replica 0 in each step (:meth:`ReplicaGroup.broadcast_buffers`),
-    to compute what DDP computes. Buffers of batch normalisation are not listed: training only
-    writes its running statistics.
+    All replicas must have those of replica 0 in each step
+    (:meth:`AveragingGroup.broadcast_buffers`), to compute what DDP computes. Buffers of batch
+    normalisation are not listed: training only writes its running statistics.
     """
     parts = (part for part in module.modules() if not isinstance(part, BatchNorm))
     return [buffer for part in parts for buffer in part.buffers(recurse=False)]
@@ -545,7 +545,7 @@ def broadcast_module(module: nn.Module, group: Group) -> None:
     """Give every rank the weights and buffers of a group's first rank; all ranks call it.
 
     Deferred tensors are left out: they follow when they are made, by
-    :meth:`ReplicaGroup.broadcast_weights`.
+    :meth:`AveragingGroup.broadcast_weights`.
 
     Args:
         module: the same module on every rank.

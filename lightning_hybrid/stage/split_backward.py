@@ -11,7 +11,7 @@ run twice. That is not so for the following, and a backward that has one of them
 
 * operations of the user's (``autograd.Function``), which may do more than to return gradients;
 * group normalisation in channels-last, which ends the process if it is asked for the gradients of
-  its weights alone (`fails_apart`);
+  its weights alone (`needs_input_gradients`);
 * weights that two operations use (a recurrent layer, a layer that is called twice);
 * outputs that do not depend on the inputs.
 
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from lightning_hybrid._torch.autograd import fails_apart
+from lightning_hybrid._torch.autograd import needs_input_gradients
 from lightning_hybrid.graph import reached
 
 CANNOT_BE_SPLIT = (
@@ -206,7 +206,8 @@ class _PathsToInputs:
             elif node not in self._nodes:
                 children = [(child, n) for child, n in node.next_functions if child is not None]
                 record = self._nodes[node] = _BackwardNode(children)
-                self._splits &= not isinstance(node, BackwardCFunction) and not fails_apart(node)
+                if isinstance(node, BackwardCFunction) or needs_input_gradients(node):
+                    self._splits = False
                 # (an input is a leaf, too: its gradient is wanted in the first part)
                 if node in self._inputs:
                     record.leads = True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid.errors import StitchError
 from lightning_hybrid.graph import Leaf, NetworkGraph, Stage, StageCode, cut_at, make_stages
-from lightning_hybrid.remote import is_deferred, like, value_of
+from lightning_hybrid.remote import empty_like_on, is_deferred, value_of
 
 Result = TypeVar("Result")
 
@@ -247,7 +247,7 @@ def copy_to_measure(value: Tensor, device: torch.device) -> Tensor:
     if not (is_deferred(value) and isinstance(value, nn.Parameter)) or value.itemsize == 1:
         return own_copy(value, device)
     with as_they_are():
-        copy = like(value, device)
+        copy = empty_like_on(value, device)
         copy = _noise(copy) if copy.is_floating_point() else copy.zero_()
         return copy.requires_grad_(value.requires_grad)
 

@@ -1,6 +1,6 @@
 """Weights and the states of optimizers, as each rank has them and in files."""
 
-from lightning_hybrid.state.clipping import (
+from lightning_hybrid.state.clipping_and_loss_scale import (
     gradient_norms,
     gradients_of,
     parameters_of,
@@ -24,7 +24,7 @@ from lightning_hybrid.state.divided_optimizer_states import (
     gather_states,
     outlined,
 )
-from lightning_hybrid.state.optimizer_state import DriverState, placed, were_divided
+from lightning_hybrid.state.optimizer_state import FetchedStates, placed, were_divided
 from lightning_hybrid.state.optimizers import (
     NamedGroups,
     complete,
@@ -40,8 +40,8 @@ from lightning_hybrid.state.sharded_checkpoint import (
     LAST_S,
     DividedCheckpoint,
     Key,
-    Owned,
     Shard,
+    TensorAddress,
     await_shard,
     finish,
     is_sharded,

@@ -21,7 +21,7 @@ from lightning_hybrid.state.divided_optimizer_states import OtherReplicas
 StatesByParameter = dict[Parameter, dict[str, Any]]
 
 
-class DriverState(defaultdict[Any, Any]):
+class FetchedStates(defaultdict[Any, Any]):
     """The states of an optimizer by parameter; those of other ranks are fetched when accessed.
 
     Args:
@@ -84,7 +84,7 @@ class DriverState(defaultdict[Any, Any]):
 def _arriving(name: str) -> Callable[..., Any]:
     method = getattr(defaultdict, name)
 
-    def arrives_first(self: DriverState, *arguments: Any, **keywords: Any) -> Any:
+    def arrives_first(self: FetchedStates, *arguments: Any, **keywords: Any) -> Any:
         self.arrive()
         return method(self, *arguments, **keywords)
 
@@ -116,7 +116,7 @@ for _name in (
     "values",
     "items",
 ):
-    setattr(DriverState, _name, _arriving(_name))
+    setattr(FetchedStates, _name, _arriving(_name))
 
 
 def placed(state: Mapping[str, Any], parameter: Parameter) -> dict[str, Any]:

@@ -58,7 +58,7 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Owned:
+class TensorAddress:
     """A tensor that another rank has.
 
     Attributes:
@@ -86,7 +86,7 @@ class DividedCheckpoint:
     """
 
     here: dict[Key, Tensor]
-    elsewhere: dict[int, dict[Key, Owned]]
+    elsewhere: dict[int, dict[Key, TensorAddress]]
     rest: dict[str, Any]
 
     @classmethod
@@ -97,7 +97,7 @@ class DividedCheckpoint:
             checkpoint: the checkpoint, with unread tensors from :func:`unread_there` for what
                 other ranks have. It stays as it is.
         """
-        here, elsewhere = dict[Key, Tensor](), dict[int, dict[Key, Owned]]()
+        here, elsewhere = dict[Key, Tensor](), dict[int, dict[Key, TensorAddress]]()
         rest, outlined = dict(checkpoint), dict[str, Any]()
         known: dict[Any, Tensor] = {}  # a tensor that occurs twice (a tied weight) is written once
         for part, value in checkpoint.items():
@@ -144,7 +144,9 @@ def _outline(tensor: Tensor) -> Tensor:
         return dataclasses.replace(spec, on_cpu=False).empty(torch.device("meta"))
 
 
-def unread_there(spec: TensorSpec, owned: Owned | None, read: Callable[[], Tensor]) -> Tensor:
+def unread_there(
+    spec: TensorSpec, owned: TensorAddress | None, read: Callable[[], Tensor]
+) -> Tensor:
     """Make an unread tensor, whose values are fetched when they are used.
 
     Args:

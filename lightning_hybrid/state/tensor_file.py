@@ -236,9 +236,13 @@ def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
 
 
 def _read(ticket: Ticket) -> Any | None:
+    # (in containers process numbers are small: on another host the path may lead to a pipe of this
+    # process, and a read from it would wait for ever)
     try:
+        if not Path(ticket.path).is_file():
+            return None
         file = Path(ticket.path).open("rb")  # noqa: SIM115  unread tensors keep it
-    except (FileNotFoundError, PermissionError):
+    except OSError:
         return None
     if file.read(_TOKEN_BYTES) != ticket.token:
         file.close()

@@ -42,7 +42,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import HybridError, PlanError, RemoteError
 from lightning_hybrid.process import (
     Children,
-    KilledRanks,
+    KilledRanksWatch,
     Servers,
     is_loss,
     is_unnamed_loss,
@@ -230,7 +230,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
             self._start_missing()
         # in place of Lightning's observer, which may kill this process at the moment when a child
         # ends, before this process has reported the failure
-        watch = KilledRanks(Children.processes)
+        watch = KilledRanksWatch(Children.processes)
         watch.start()
         try:
             result = _part(function)(*args, **kwargs)

@@ -178,7 +178,7 @@ class StrategyRanks:
         """The ranks and sizes that Lightning and scripts are told on this process."""
         return ReplicaWorld.of(self.coordinates, self.launched, self.hosts, self.per_host)
 
-    def is_told(self, what: str) -> None:
+    def note_asked(self, what: str) -> None:
         """Note that code asks for a size that follows from the number of replicas.
 
         If the user's code asks before this number is chosen, it is kept: what was made of the

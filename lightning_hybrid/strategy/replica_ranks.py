@@ -76,7 +76,7 @@ class ReplicaRanks:
         world = self._ranks.world
         if world.phase is Phase.ALONE:
             return 1  # Lightning's handler of SIGTERM would wait for the other drivers
-        self._ranks.is_told("trainer.world_size")
+        self._ranks.note_asked("trainer.world_size")
         return self.num_replicas
 
     @property
@@ -99,7 +99,7 @@ class ReplicaRanks:
     @property
     def num_processes(self) -> int:
         """Number of processes on this host as Lightning is told: its drivers; 0: not known yet."""
-        self._ranks.is_told("strategy.num_processes")
+        self._ranks.note_asked("strategy.num_processes")
         return len(self._ranks.replica_world.drivers) if self._ranks.devices else 0
 
     @property
@@ -112,7 +112,7 @@ class ReplicaRanks:
         devices = self._ranks.devices
         if not devices or self._launcher is None:  # the Trainer asks for what it was given
             return devices
-        self._ranks.is_told("trainer.num_devices")
+        self._ranks.note_asked("trainer.num_devices")
         return [devices[local_rank] for local_rank in self._ranks.replica_world.drivers]
 
     @parallel_devices.setter
@@ -124,7 +124,7 @@ class ReplicaRanks:
         """Number of hosts that have drivers; before the launcher is made, of all hosts."""
         if not self._ranks.devices or self._launcher is None:
             return self._ranks.hosts
-        self._ranks.is_told("trainer.num_nodes")
+        self._ranks.note_asked("trainer.num_nodes")
         return self._ranks.replica_world.hosts
 
     @num_nodes.setter

@@ -24,7 +24,7 @@ from lightning_hybrid.process import (
     ServeOrder,
     World,
     cluster_of,
-    follow,
+    drop_what_driver_lacks,
     join,
     know_machine,
     look_around,
@@ -112,7 +112,7 @@ class Server:
         backend = backend_on(device, order.backend)
         if device.type == "cuda":  # as Lightning does for a rank that runs the script
             torch.cuda.set_device(device)
-        follow(order.history)
+        drop_what_driver_lacks(order.history)
         know_machine(order.machine, size, device, backend, order.capacity)
         self._world = world = World(reach(here, self._meeting), order.timeout)
         world.begin()

@@ -14,9 +14,9 @@ from lightning_hybrid.comm import (
     Answer,
     ConnectionLost,
     Failure,
-    Guard,
     Heartbeat,
     Mesh,
+    NcclGuard,
     connect,
     protocol,
     set_switches,
@@ -120,7 +120,7 @@ class Worker:
             ConnectionLost: the connection to the driver was lost.
         """
         self._heartbeat = Heartbeat([self._channel], self._mesh.timeout)
-        guard, failed = Guard.where_needed(self._mesh), True
+        guard, failed = NcclGuard.where_needed(self._mesh), True
         with signals_ignored():
             try:
                 self._serve()
@@ -133,7 +133,7 @@ class Worker:
                     guard.close(failed=failed)
                 self._trace.write()
                 for network in self._networks:
-                    network.engine.replica_group.close()
+                    network.engine.averaging_group.close()
 
     def _serve(self) -> None:
         """Receive commands, carry them out and answer, until the run ends."""
@@ -280,21 +280,21 @@ class Worker:
         network.engine.drop(network.calls.pop(command.call))
 
     def _reduce(self, command: protocol.Reduce) -> None:
-        self._networks[command.network].engine.replica_group.reduce()
+        self._networks[command.network].engine.averaging_group.reduce()
 
     def _await_sums(self, _: protocol.AwaitSums) -> Answer:
-        groups = [network.engine.replica_group for network in self._networks]
+        groups = [network.engine.averaging_group for network in self._networks]
         return Answer(holds=all(group.is_complete() for group in groups))
 
     def _sum_again(self, command: protocol.SumAgain) -> None:
         assert self._mesh.survivors is not None
         self._mesh.survivors.go_on_with(command.living)
         for network in self._networks:
-            network.engine.replica_group.sum_again()
+            network.engine.averaging_group.sum_again()
 
     def _take_averages(self, command: protocol.TakeAverages) -> None:
         for network in self._networks:
-            network.engine.replica_group.take(command.scale)
+            network.engine.averaging_group.take(command.scale)
 
     def _hold_hooks(self, command: protocol.HoldHooks) -> None:
         self._networks[command.network].weight_hooks.hold()
@@ -305,10 +305,10 @@ class Worker:
     def _synchronize_buffers(self, command: protocol.SynchronizeBuffers) -> None:
         among = state_buffers(self._module) if command.state else None
         for network in self._networks:
-            network.engine.replica_group.broadcast_buffers(among)
+            network.engine.averaging_group.broadcast_buffers(among)
 
-    def _share_weights(self, command: protocol.ShareWeights) -> None:
-        self._networks[command.network].engine.replica_group.broadcast_weights()
+    def _broadcast_weights(self, command: protocol.BroadcastWeights) -> None:
+        self._networks[command.network].engine.averaging_group.broadcast_weights()
 
     # -- the run
 

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from lightning_hybrid.comm import Answer, CallPrecision, Group, protocol
 from lightning_hybrid.state import (
     FilesOfWorker,
-    Owned,
     StateShares,
+    TensorAddress,
     gradient_norms,
     gradients_of,
     parameters_of,
@@ -70,7 +70,7 @@ class WorkerOptimizers:
         states = self.all[index].state.items()
         return {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
 
-    def find(self, owned: Owned) -> Tensor:
+    def find(self, owned: TensorAddress) -> Tensor:
         """A tensor in the state of an optimizer."""
         assert owned.optimizer is not None
         parameter = self._parameters[owned.name]

@@ -17,8 +17,8 @@ from lightning_hybrid.state import (
     LAST_S,
     Background,
     Key,
-    Owned,
     Shard,
+    TensorAddress,
     leave_shard,
     outlined,
     staged,
@@ -54,7 +54,7 @@ class WorkerShards:
         states = self._optimizers.states(command.optimizer).items()
         return Answer(value={name: outlined(state) for name, state in states})
 
-    def _find(self, part: Mapping[Key, Owned]) -> dict[Key, Tensor]:
+    def _find(self, part: Mapping[Key, TensorAddress]) -> dict[Key, Tensor]:
         weights = dict[str, Tensor]()
         if any(owned.optimizer is None for owned in part.values()):
             weights = tensors_of(self._module)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import Problem, allocate
-from lightning_hybrid.allocation.chromosomes import Labels, Settings
+from lightning_hybrid.allocation.chromosomes import FreeAssignments, GabraSettings
 from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.errors import AllocationError
 
@@ -114,7 +114,7 @@ def test_where_cuts_cost_something_free_placements_are_no_worse_than_chains() ->
 @given(st.integers(0, 1000), st.integers(1, 5), st.integers(0, 8))
 def test_every_allocation_is_feasible(seed: int, m: int, more: int) -> None:
     problem = instance(seed, m + more, m, contiguous=False)
-    found, history = gabra(problem, seed, Settings(population=8, generations=10))
+    found, history = gabra(problem, seed, GabraSettings(population=8, generations=10))
     assert problem.feasible(found[None])[0]
     assert problem.costs(found[None])[0] == history[-1]
 
@@ -124,7 +124,7 @@ def test_every_allocation_is_feasible(seed: int, m: int, more: int) -> None:
 @given(st.integers(0, 1000), st.sampled_from(["makespan", "profit"]))
 def test_the_best_value_never_gets_worse(seed: int, objective: Any) -> None:
     problem = instance(seed, 9, 3, objective=objective, contiguous=False)
-    history = gabra(problem, seed, Settings(population=8, generations=30))[1]
+    history = gabra(problem, seed, GabraSettings(population=8, generations=30))[1]
     assert all(after <= before for before, after in pairwise(history))
 
 
@@ -164,7 +164,7 @@ def test_gabra_knows_no_exact_solver() -> None:
 
 def test_a_device_that_is_lost_comes_back_by_the_second_mutation_only() -> None:
     problem = problem_of([1.0] * 6, [1, 1], contiguous=False)
-    genes, rng = Labels(problem), np.random.default_rng(0)
+    genes, rng = FreeAssignments(problem), np.random.default_rng(0)
     start = np.array([0, 0, 0, 0, 0, 1])
     inverted = [genes.invert(start, rng) for _ in range(50)]
     assert {int(child.sum()) for child in inverted} == {1}
@@ -173,7 +173,7 @@ def test_a_device_that_is_lost_comes_back_by_the_second_mutation_only() -> None:
 
 def test_both_children_of_a_crossover_keep_every_gene_where_it_was() -> None:
     left, right = np.array([0, 1, 2, 3, 4]), np.array([5, 6, 7, 8, 9])
-    genes = Labels(problem_of([1.0] * 5, [1.0], contiguous=False))
+    genes = FreeAssignments(problem_of([1.0] * 5, [1.0], contiguous=False))
     assert genes.crossover(left, right).tolist() == [0, 1, 7, 8, 9]
     assert genes.crossover(right, left).tolist() == [5, 6, 2, 3, 4]
 
@@ -182,7 +182,7 @@ def test_both_children_of_a_crossover_keep_every_gene_where_it_was() -> None:
 @given(st.integers(0, 10_000))
 def test_refining_never_makes_it_worse(seed: int) -> None:
     problem = instance(seed, 12, 4, contiguous=False)
-    genes, rng = Labels(problem), np.random.default_rng(seed)
+    genes, rng = FreeAssignments(problem), np.random.default_rng(seed)
     start = genes.random(rng)
     assert problem.costs(genes.refine(start, rng)[None])[0] <= problem.costs(start[None])[0]
 

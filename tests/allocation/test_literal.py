@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import Problem, allocate
-from lightning_hybrid.allocation.chromosomes import Settings
+from lightning_hybrid.allocation.chromosomes import GabraSettings
 from lightning_hybrid.allocation.literal import literal_gabra, printed_children
 from lightning_hybrid.errors import AllocationError
 
@@ -55,7 +55,7 @@ def test_the_best_value_never_gets_worse_and_is_feasible(seed: int, objective: A
     except AllocationError:
         return  # a partition too large for the devices: said before anything is searched
     try:
-        found, history = literal_gabra(problem, seed, Settings(population=8, generations=30))
+        found, history = literal_gabra(problem, seed, GabraSettings(population=8, generations=30))
     except AllocationError:
         every = np.array(list(product(range(2), repeat=n)))
         assert not np.isfinite(problem.costs(every)).any()

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.comm.protocol import GiveFailure
 from lightning_hybrid.stage import backward_pass, forward_pass
-from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
+from lightning_hybrid.stage.random_numbers import (
+    generators_of_microbatch,
+    microbatch_seed,
+    seed_number_of,
+)
 
 CPU = torch.device("cpu")
 RANKS = {1: (0, 0), 2: (1, 0), 3: (1, 2, 0), 4: (1, 2, 3, 0)}
@@ -88,7 +92,7 @@ def one_device(module: Model, streamed: bool) -> list[float]:
         for index, batch in enumerate(window):
             outputs, number = [], step * len(window) + index
             for place, part in enumerate([batch] if streamed else batch.chunk(PARTS)):
-                seed = microbatch_seed(0, 0, draw_number(number, 0), place)
+                seed = microbatch_seed(0, 0, seed_number_of(number, 0), place)
                 with generators_of_microbatch(seed, CPU):
                     outputs.append(module.net(part))
             loss = loss_of(module, torch.cat(outputs))

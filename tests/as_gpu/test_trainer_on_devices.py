@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DistributedSampler
 
-from lightning_hybrid.stage.calls import draw_number, microbatch_seed
+from lightning_hybrid.stage.random_numbers import microbatch_seed, seed_number_of
 
 SCRIPT = Path(trainer_script.__file__)
 ROOT = SCRIPT.parents[2]
@@ -67,7 +67,7 @@ def one_cpu(
             mine = shares[replica][step * trainer_script.BATCH :][: trainer_script.BATCH]
             outputs = []
             for index, part in enumerate(x[mine].chunk(parts)):
-                torch.manual_seed(microbatch_seed(0, replica, draw_number(step, 0), index))
+                torch.manual_seed(microbatch_seed(0, replica, seed_number_of(step, 0), index))
                 with sdpa_kernel(SDPBackend.MATH):  # as on the devices
                     outputs.append(net(part))
             loss = nn.functional.cross_entropy(torch.cat(outputs), y[mine])

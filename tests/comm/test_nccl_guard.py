@@ -12,7 +12,7 @@ from ranks import together
 from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.mesh import Mesh, make_world
-from lightning_hybrid.comm.nccl_guard import Guard
+from lightning_hybrid.comm.nccl_guard import NcclGuard
 
 
 class Guarded:
@@ -33,7 +33,7 @@ class Guarded:
             self.aborted.set()
 
         mesh.abort = note  # type: ignore[method-assign, assignment]
-        self.guard = None if dies else Guard(mesh)
+        self.guard = None if dies else NcclGuard(mesh)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_where_all_end_in_order_nothing_is_ended_and_a_second_run_has_guards_of_
     ranks = replica(3)
     for each in ranks:
         each.guard.close()
-    again = [Guard(each.mesh) for each in ranks]
+    again = [NcclGuard(each.mesh) for each in ranks]
     for guard in again:
         guard.close()
     assert not any(each.aborted.wait(0.2) for each in ranks)
@@ -92,8 +92,8 @@ def test_where_all_end_in_order_nothing_is_ended_and_a_second_run_has_guards_of_
 
 def test_over_gloo_nobody_needs_one(replica: Any) -> None:
     [_, worker] = replica(2)
-    assert Guard.where_needed(worker.mesh) is None
+    assert NcclGuard.where_needed(worker.mesh) is None
     worker.mesh.backend = "nccl"
-    guard = Guard.where_needed(worker.mesh)
+    guard = NcclGuard.where_needed(worker.mesh)
     assert guard is not None
     guard.close()

@@ -13,7 +13,7 @@ def test_memory_made_from_a_spec_takes_the_tensor() -> None:
     tensor = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     spec = TensorSpec.of(tensor)
     assert spec == TensorSpec((2, 3), torch.bfloat16, requires_grad=True, on_cpu=True)
-    for made in (spec.empty(CPU), spec.zeros(CPU), spec.empty_for_itself()):
+    for made in (spec.empty(CPU), spec.zeros(CPU), spec.empty_in_own_memory()):
         assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
     assert not spec.zeros(CPU).any()
 
@@ -43,7 +43,7 @@ def test_the_numbers_arrive_in_the_order_that_they_have_in_memory(tensor: Tensor
 @pytest.mark.parametrize("tensor", [torch.rand(600, 700), torch.rand(600, 700, 2).transpose(0, 2)])
 def test_memory_of_its_own_has_the_order_of_the_tensor(tensor: Tensor) -> None:
     spec = TensorSpec.of(tensor)
-    made = spec.empty_for_itself()
+    made = spec.empty_in_own_memory()
     assert made.stride() == spec.empty(CPU).stride()
     assert made.copy_(tensor).equal(tensor)
     assert made.untyped_storage().nbytes() == tensor.nbytes

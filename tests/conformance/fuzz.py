@@ -684,7 +684,7 @@ def one_device(row: type[Fuzzed], replicas: int, parts: Sequence[int]) -> list[F
 
 def in_parts(module: Fuzzed, replica: int, parts: Sequence[int]) -> Callable[..., Any]:
     """The network's call, in parts; what it keeps is put together, and counted once."""
-    from lightning_hybrid.stage.calls import draw_number, microbatch_seed
+    from lightning_hybrid.stage.random_numbers import microbatch_seed, seed_number_of
 
     def call(x: Any, scale: float = 1.0) -> Any:
         host, outputs, kept, stores = module.host, [], [], []
@@ -698,7 +698,7 @@ def in_parts(module: Fuzzed, replica: int, parts: Sequence[int]) -> Callable[...
         for index, part in enumerate(tensor.chunk(count)):
             for block, calls in zip(blocks, counts):
                 block.calls = calls
-            draw = draw_number(module.trainer.global_step, 0)
+            draw = seed_number_of(module.trainer.global_step, 0)
             with _generators(microbatch_seed(SEED, replica, draw, index)):
                 argument = {**x, "x": part} if isinstance(x, dict) else part
                 outputs.append(host(argument, scale=scale))

@@ -160,9 +160,9 @@ def _compilations(row: type[Row]) -> Iterator[list[Any]]:
 
 def in_microbatches(module: Row) -> None:
     """Call ``net`` once per micro-batch, each with the generators that the micro-batch has."""
-    from lightning_hybrid.stage.calls import draw_number, microbatch_seed
+    from lightning_hybrid.stage.random_numbers import microbatch_seed, seed_number_of
 
-    net, calls = module.net, (draw_number(batch, 0) for batch in count())
+    net, calls = module.net, (seed_number_of(batch, 0) for batch in count())
     original = net.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.remote.proxy import RemoteKind
 
 
-class Proxies:
+class NotedProxies:
     """Notes what commands have them do."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ def passing(stages: int, *, passed: bool = True) -> Any:
 
 
 def test_changes_travel_before_a_command_which_makes_stale_what_it_changes(crew: Crew) -> None:
-    proxies: Any = Proxies()
+    proxies: Any = NotedProxies()
     Commands(crew.workers, proxies).tell(StepOptimizer(1))
     assert proxies.notes == [
         "flush",
@@ -53,7 +53,7 @@ def test_changes_travel_before_a_command_which_makes_stale_what_it_changes(crew:
 def test_settings_of_torch_reach_a_worker_before_the_next_command_after_a_change(
     crew: Crew,
 ) -> None:
-    proxies: Any = Proxies()
+    proxies: Any = NotedProxies()
     commands = Commands(crew.workers, proxies)
     commands.tell(GiveFailure())
     commands.tell(GiveFailure())
@@ -71,7 +71,7 @@ def test_settings_of_torch_reach_a_worker_before_the_next_command_after_a_change
 def test_answers_come_in_the_order_of_the_ranks(crew: Crew) -> None:
     for rank in (2, 1):
         crew.answer(rank, Answer(value=f"of {rank}"))
-    proxies: Any = Proxies()
+    proxies: Any = NotedProxies()
     answers = Commands(crew.workers, proxies).ask(GiveReport("name"))
     assert [answer.value for answer in answers] == ["of 1", "of 2"]
 
@@ -79,7 +79,7 @@ def test_answers_come_in_the_order_of_the_ranks(crew: Crew) -> None:
 def test_the_failure_of_any_worker_is_raised(crew: Crew) -> None:
     crew.answer(1, Answer())
     crew.answer(2, Answer(Failure.of(ValueError("on purpose"), "rank 2")))
-    proxies: Any = Proxies()
+    proxies: Any = NotedProxies()
     with pytest.raises(ValueError, match="on purpose") as found:
         Commands(crew.workers, proxies).ask(GiveFailure())
     assert isinstance(found.value.__cause__, RemoteError)
@@ -89,7 +89,7 @@ def test_answers_are_heard_where_what_is_computed_beside_fails(crew: Crew) -> No
     for rank in (1, 2):
         for value in ("first", "second"):
             crew.answer(rank, Answer(value=value))
-    proxies: Any = Proxies()
+    proxies: Any = NotedProxies()
     commands = Commands(crew.workers, proxies)
     with pytest.raises(ZeroDivisionError):
         commands.ask_beside(GiveFailure(), lambda: 1 // 0)
@@ -99,7 +99,7 @@ def test_answers_are_heard_where_what_is_computed_beside_fails(crew: Crew) -> No
 
 
 def test_where_workers_wait_for_another_stage_of_this_rank_nothing_is_sent(crew: Crew) -> None:
-    proxies: Any = Proxies()
+    proxies: Any = NotedProxies()
     commands = Commands(crew.workers, proxies)
     with crew.workers.passing(passing(2)):
         with pytest.raises(HybridError, match="in the middle of a pass"):

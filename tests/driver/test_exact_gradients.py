@@ -17,7 +17,11 @@ from lightning_hybrid.comm.protocol import GiveFailure
 from lightning_hybrid.driver.microbatches import Specialization
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.stage import backward_pass, forward_pass
-from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
+from lightning_hybrid.stage.random_numbers import (
+    generators_of_microbatch,
+    microbatch_seed,
+    seed_number_of,
+)
 
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-6}
 slow = pytest.mark.conformance
@@ -120,7 +124,7 @@ def one_device(net: nn.Module, parts: Sequence[Tensor], batch: int) -> Tensor:
     """The outputs for micro-batches, each with the generators that it has in a run."""
     outputs = []
     for number, part in enumerate(parts):
-        seed = microbatch_seed(0, 0, draw_number(batch, 0), number)
+        seed = microbatch_seed(0, 0, seed_number_of(batch, 0), number)
         with generators_of_microbatch(seed, torch.device("cpu")):
             outputs.append(net(part))
     return torch.cat(outputs)

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_hybrid.driver.found_network import FoundNetwork, count, inside, layers
+from lightning_hybrid.driver.found_network import (
+    FoundNetwork,
+    count,
+    inside,
+    modules_with_parameters,
+)
 from lightning_hybrid.errors import NetworkError
 
 
@@ -28,7 +33,7 @@ def test_a_module_is_inside_of_those_that_its_name_begins_with(
 
 def test_layers_are_the_modules_that_own_parameters_themselves() -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
-    assert layers(network) == [network[0], network[2][0]]
+    assert modules_with_parameters(network) == [network[0], network[2][0]]
 
 
 def test_one_thing_is_no_plural() -> None:

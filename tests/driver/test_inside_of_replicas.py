@@ -15,7 +15,7 @@ from losses_inside import Cut, Net, batch, compare, whole
 from torch import Tensor, nn
 
 from lightning_hybrid.driver.inside_call import why_not_inside
-from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.gradient_averaging import AveragingGroup
 
 Groups = dict[Any, MemoryGroup]
 
@@ -58,13 +58,13 @@ class Twin(Cut):
 def twins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Two replicas, and the calls of which ranks have taken the averages of."""
     taken: list[int | None] = []
-    take = ReplicaGroup.take_aside
+    take = AveragingGroup.take_aside
 
-    def noted(group: ReplicaGroup) -> Any:
+    def noted(group: AveragingGroup) -> Any:
         taken.append(group.aside_of)
         return take(group)
 
-    monkeypatch.setattr(ReplicaGroup, "take_aside", noted)
+    monkeypatch.setattr(AveragingGroup, "take_aside", noted)
     groups: Groups = {}
     options = getattr(request, "param", {})
     both = [Twin(Net(), number, groups, **options) for number in range(2)]

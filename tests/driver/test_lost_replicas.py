@@ -13,7 +13,7 @@ from torch import nn
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.mesh import Mesh, make_world
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
-from lightning_hybrid.stage.gradient_averaging import ReplicaGroup
+from lightning_hybrid.stage.gradient_averaging import AveragingGroup
 
 WEIGHTS = [5.0, 3.0, 2.0, 4.0]
 GRADIENTS = [torch.tensor([float(4**replica), 1.0], dtype=torch.float64) for replica in range(4)]
@@ -31,7 +31,7 @@ class Replica:
         self.survivors = self.mesh.survivors
         self.parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.group = ReplicaGroup(
+        self.group = AveragingGroup(
             [self.parameter, self.unused],
             tuple,
             self.mesh.data_parallel,

@@ -24,7 +24,7 @@ def replicated(module: nn.Module, device: torch.device = ELSEWHERE) -> Replicate
     return Replicated(module, outline(module), Group(), device)
 
 
-def replica_group(closed: list[str]) -> Any:
+def averaging_group(closed: list[str]) -> Any:
     return SimpleNamespace(close=lambda: closed.append("closed"))
 
 
@@ -48,7 +48,7 @@ def test_until_a_network_is_cut_everything_waits_on_the_cpu() -> None:
     made = module()
     waiting = replicated(made)
     assert moved(made) == set()
-    waiting.add(replica_group([]), ["net.weight", "net.bias"])
+    waiting.add(averaging_group([]), ["net.weight", "net.bias"])
     assert moved(made) == {"scale", "mean"}
 
 
@@ -56,7 +56,7 @@ def test_what_no_network_owns_is_averaged_by_the_driver() -> None:
     made = module()
     own = replicated(made, torch.device("cpu"))
     assert hooked(own, made) == {"scale", "net.weight", "net.bias"}
-    own.add(replica_group([]), ["net.weight"])
+    own.add(averaging_group([]), ["net.weight"])
     assert hooked(own, made) == {"scale", "net.bias"}
 
 
@@ -69,7 +69,7 @@ def test_without_a_network_all_is_the_drivers_own() -> None:
 def test_in_the_end_no_hooks_are_left() -> None:
     made, closed = module(), list[str]()
     own = replicated(made, torch.device("cpu"))
-    own.add(replica_group(closed), ["net.weight"])
+    own.add(averaging_group(closed), ["net.weight"])
     assert hooked(own, made)
     own.close()
     assert not any(p._post_accumulate_grad_hooks for p in made.parameters())  # type: ignore[attr-defined]

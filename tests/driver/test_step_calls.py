@@ -32,8 +32,8 @@ def test_calls_without_gradients_never_draw_what_training_draws() -> None:
     for batch in range(3):
         made.begin(batch)
         for _ in range(4):
-            training.add(made.draw_number(grad=True))
+            training.add(made.take_seed_number(grad=True))
             made.count += 1
-            evaluation.add(made.draw_number(grad=False))
+            evaluation.add(made.take_seed_number(grad=False))
     assert len(training) == len(evaluation) == 12
     assert training.isdisjoint(evaluation)

@@ -26,8 +26,8 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import backward_pass, forward_pass
 from lightning_hybrid.stage.backward_pass import BackwardPass
-from lightning_hybrid.stage.calls import generators_of_microbatch
 from lightning_hybrid.stage.forward_pass import ForwardPass
+from lightning_hybrid.stage.random_numbers import generators_of_microbatch
 from lightning_hybrid.stage.rank_stages import StageOptions
 
 slow = pytest.mark.conformance

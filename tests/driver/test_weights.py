@@ -12,7 +12,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.weights import Weights
-from lightning_hybrid.remote.remote import RemoteTensors
+from lightning_hybrid.remote.proxies import Proxies
 
 DEVICES = [(1, 0), (1, 2, 0)]
 
@@ -60,7 +60,7 @@ def test_scattered_weights_are_those_that_the_stages_compute_with(
 
 def test_before_any_network_is_cut_nothing_is_fetched_or_sent(crew: Any) -> None:
     ownership = Ownership(crew.workers, set())
-    commands = Commands(crew.workers, RemoteTensors(ownership, torch.device("cpu")))
+    commands = Commands(crew.workers, Proxies(ownership, torch.device("cpu")))
     nothing: Any = None
     module = model()
     weights = Weights(module, module, Coordinates(0, 1, 3), commands, ownership, *[nothing] * 2)

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.schedules.zero_bubble import zero_bubble
 from lightning_hybrid.stage import backward_pass, forward_pass
-from lightning_hybrid.stage.calls import draw_number, generators_of_microbatch, microbatch_seed
+from lightning_hybrid.stage.random_numbers import (
+    generators_of_microbatch,
+    microbatch_seed,
+    seed_number_of,
+)
 from lightning_hybrid.stage.rank_stages import StageOptions
 
 DEVICES = {2: (1, 0), 3: (1, 2, 0), 4: (1, 2, 3, 0)}
@@ -94,7 +98,7 @@ def one_device(module: Model, value: Tensor, microbatches: int, times: int = 2) 
     for step in range(times):
         outputs = []
         for number, part in enumerate(value.chunk(microbatches)):
-            seed = microbatch_seed(0, 0, draw_number(step, 0), number)
+            seed = microbatch_seed(0, 0, seed_number_of(step, 0), number)
             with generators_of_microbatch(seed, torch.device("cpu")):
                 outputs.append(module.net(part))
         output = torch.cat(outputs)

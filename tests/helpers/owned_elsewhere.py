@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.remote.living_views import views_of
+from lightning_hybrid.remote.proxies import Proxies
 from lightning_hybrid.remote.proxy import RemoteKind
-from lightning_hybrid.remote.remote import RemoteTensors
 
 
 class Owner:
@@ -64,7 +64,7 @@ class World:
             for tensor in self.there.parameters():
                 tensor += 1
         self.owner = Owner(self.there)
-        self.remote = RemoteTensors(self.owner, torch.device("cpu"))
+        self.remote = Proxies(self.owner, torch.device("cpu"))
         names = [n for n, _ in self.here.named_parameters()]
         names += [n for n, _ in self.here.named_buffers()]
         self.remote.add(self.here, names, views=views_of(self.here))

@@ -6,7 +6,7 @@ from planned import step_problem
 
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.chains import best_chain, fair_ends
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 
 
 def problem(n: int, m: int, seed: int = 0, **changes: object) -> StepProblem:
@@ -17,7 +17,7 @@ def problem(n: int, m: int, seed: int = 0, **changes: object) -> StepProblem:
         "backward_s": (2 * forward).tolist(),
         "cut_bytes": [0.0] * (n - 1),
         "speeds": [1.0] * m,
-        "links": Links.equal(m, 1.0),
+        "links": LinkCosts.equal(m, 1.0),
         "microbatches": 64,
     }
     return step_problem(**(values | changes))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import chains
 from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.partition_table import TiedWeight
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.schedules.gpipe import gpipe
 
 
@@ -33,7 +33,7 @@ def problem(seed: int, n: int, m: int, microbatches: int, limited: bool = False)
         backward_s=numbers(0.1, 2, n),
         cut_bytes=numbers(0, 1, n - 1),
         speeds=numbers(0.5, 1, m),
-        links=Links(
+        links=LinkCosts(
             seconds_per_byte=[numbers(0.2, 0.8, m) for _ in range(m)],
             latency_s=[numbers(0, 0.02, m) for _ in range(m)],
         ),
@@ -111,7 +111,7 @@ def test_slow_messages_move_the_cut_to_where_little_crosses() -> None:
         "forward_s": [1.0] * 4, "backward_s": [1.0] * 4, "cut_bytes": [1.0, 9.0, 1.0],
         "speeds": [1.0, 1.0], "microbatches": 4,
     }  # fmt: skip
-    fast = step_problem(**plain, links=Links.equal(2, 1e9))
-    slow = step_problem(**plain, links=Links.equal(2, 1.0))
+    fast = step_problem(**plain, links=LinkCosts.equal(2, 1e9))
+    slow = step_problem(**plain, links=LinkCosts.equal(2, 1.0))
     assert best_chain(fast, [1, 0])[0] == [2, 4]
     assert best_chain(slow, [1, 0])[0] in ([1, 4], [3, 4])

@@ -11,12 +11,12 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.cluster import (
     COMMUNICATOR_BYTES,
     Device,
+    average_equal_devices,
+    equal_devices_differ,
     given_speeds,
     make_cluster,
     measured_speeds,
     order_ranks,
-    want_second_look,
-    with_second_look,
 )
 
 
@@ -58,24 +58,24 @@ def test_ranks_that_share_too_few_cores_are_equal() -> None:
 
 def test_devices_that_should_be_equal_are_unless_a_long_look_confirms_that_they_are_not() -> None:
     first, calm, slow = cpus([165, 55]), cpus([110, 85]), cpus([100, 50])
-    assert want_second_look(first)
-    assert len(set(measured_speeds(with_second_look(calm)))) == 1
-    assert measured_speeds(with_second_look(slow)) == (1.0, 0.5)
+    assert equal_devices_differ(first)
+    assert len(set(measured_speeds(average_equal_devices(calm)))) == 1
+    assert measured_speeds(average_equal_devices(slow)) == (1.0, 0.5)
 
 
 def test_devices_that_need_not_be_equal_are_what_they_were_measured_as() -> None:
     differences: list[dict[str, Any]] = [{"host": "b"}, {"cores": (7,)}, {"threads": 4}]
     for different in differences:
         slow = replace(cpus([50])[0], **different)
-        assert not want_second_look([*cpus([100]), slow])
-    assert not want_second_look(cpus([100, 90]))  # that is noise
+        assert not equal_devices_differ([*cpus([100]), slow])
+    assert not equal_devices_differ(cpus([100, 90]))  # that is noise
 
 
 def test_a_short_look_is_not_enough_for_twins_that_differ() -> None:
-    assert want_second_look(cpus([100, 50]))
-    assert not want_second_look(cpus([100, 90]))
-    assert not want_second_look([*cpus([100]), replace(cpus([50])[0], host="b")])
-    assert measured_speeds(with_second_look(cpus([100, 50]))) == (1.0, 0.5)
+    assert equal_devices_differ(cpus([100, 50]))
+    assert not equal_devices_differ(cpus([100, 90]))
+    assert not equal_devices_differ([*cpus([100]), replace(cpus([50])[0], host="b")])
+    assert measured_speeds(average_equal_devices(cpus([100, 50]))) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.planning.copied_stages import owners_of
+from lightning_hybrid.planning.copied_stages import devices_of_copies
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.shape_costs import CostsOf, ring_s
@@ -50,7 +50,7 @@ def speed(at: ClusterDescription, device: int, size: int) -> float:
 def by_hand(shape: Shape, at: ClusterDescription, ends: list[int], batch: int) -> float:
     """The step of other cuts of the same shape."""
     size, slices = shape.arrangement.size, shape.arrangement.microbatches
-    costs, owners = costs_of(batch // slices), owners_of(shape.arrangement.copies)
+    costs, owners = costs_of(batch // slices), devices_of_copies(shape.arrangement.copies)
     bounds = list(zip([0, *ends[:-1]], ends))
 
     def each(work: Sequence[float]) -> list[list[float]]:

@@ -10,13 +10,13 @@ from planned import planned
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import copied_stages
-from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, owners_of
+from lightning_hybrid.planning.copied_stages import CopiedStages, best_cuts, devices_of_copies
 from lightning_hybrid.planning.dealt_time import dealt_s
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import predicted_lanes
 from lightning_hybrid.planning.simulate import DealtCosts
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.planning.step_time import StepCosts
 from lightning_hybrid.schedules import StageCopy
 
@@ -51,13 +51,13 @@ def stages(
         chain=StepProblem(
             table=partitions,
             speeds=more.pop("chain_speeds", [1.0] * count),
-            links=Links.equal(count, 4.0, 0.01),
+            links=LinkCosts.equal(count, 4.0, 0.01),
             microbatches=microbatches,
             memory_limits=limits,
         ),
         copies=copies,
         speeds=more.pop("speeds", [1.0] * sum(copies)),
-        links=more.pop("links", Links.equal(sum(copies), 4.0, 0.01)),
+        links=more.pop("links", LinkCosts.equal(sum(copies), 4.0, 0.01)),
         **more,
     )
 
@@ -200,7 +200,7 @@ def test_a_plan_gives_the_driver_a_copy_of_the_last_stage() -> None:
 
 def test_each_pair_of_copies_has_the_link_of_its_devices() -> None:
     """Devices 0 and 1 are neighbours, device 2 is farther away."""
-    links = Links(
+    links = LinkCosts(
         seconds_per_byte=[[0, 1, 5], [1, 0, 5], [5, 5, 0]],
         latency_s=[[0, 0.1, 0.2], [0.1, 0, 0.2], [0.2, 0.2, 0]],
     )
@@ -212,9 +212,9 @@ def test_each_pair_of_copies_has_the_link_of_its_devices() -> None:
 
 
 def test_devices_are_numbered_in_the_order_of_their_stages() -> None:
-    assert owners_of((3, 1)) == ((1, 2, 3), (0,))
-    assert owners_of((1, 2, 1)) == ((1,), (2, 3), (0,))
-    assert owners_of((2, 3)) == ((1, 2), (3, 4, 0))
+    assert devices_of_copies((3, 1)) == ((1, 2, 3), (0,))
+    assert devices_of_copies((1, 2, 1)) == ((1,), (2, 3), (0,))
+    assert devices_of_copies((2, 3)) == ((1, 2), (3, 4, 0))
 
 
 def test_what_tied_weights_move_is_counted_however_the_steps_of_stages_are_known() -> None:

@@ -8,7 +8,7 @@ from planned import planned, simulate, step_problem
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.looped_placements import best_loop
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.schedules.looped import loop_order, looped
 
 
@@ -18,7 +18,7 @@ def problem(loads: list[float], devices: int, microbatches: int = 4) -> StepProb
         backward_s=[2 * load for load in loads],
         cut_bytes=[0.0] * (len(loads) - 1),
         speeds=[1.0] * devices,
-        links=Links.equal(devices, float("inf")),
+        links=LinkCosts.equal(devices, float("inf")),
         microbatches=microbatches,
     )
 

@@ -5,7 +5,12 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from lightning_hybrid.planning.memory_check import ChainSizes, Fit, least_lacks, what_would_fit
+from lightning_hybrid.planning.memory_check import (
+    ChainSizes,
+    MemoryFit,
+    least_lacks,
+    what_would_fit,
+)
 from lightning_hybrid.planning.partition_table import PartitionTable
 
 
@@ -26,9 +31,9 @@ def test_the_least_that_lacks_is_that_of_the_best_of_all_cuts(seed: int) -> None
     assert max(least_lacks(table, limits, order)) == pytest.approx(best, abs=1e-9)
 
 
-def fit(limit: float, stages: int = 2, **how: bool) -> Fit:
+def fit(limit: float, stages: int = 2, **how: bool) -> MemoryFit:
     """Six partitions of 1 GB, and 2 GB of activations each."""
-    return Fit(
+    return MemoryFit(
         way=ChainSizes(stages=stages, microbatches=2, **how),
         limits=[limit] * stages,
         whole=PartitionTable(
@@ -67,7 +72,7 @@ def test_backwards_inside_of_calls_are_named_where_they_would_fit() -> None:
     )
     way = ChainSizes(stages=2, microbatches=8)
     for limit, fits in ((3.4e9, True), (3.3e9, False)):
-        asked = Fit(way=way, limits=[limit] * 2, whole=table, batch=8, may_go_inside=True)
+        asked = MemoryFit(way=way, limits=[limit] * 2, whole=table, batch=8, may_go_inside=True)
         named = "2 stages, 8 micro-batches and schedule='1f1b', if the network returns its loss"
         assert (named in what_would_fit([asked])) is fits
         assert asked.on(replace(way, inside=True), [limit] * 2).fits is fits

@@ -6,7 +6,12 @@ import torch
 from torch import nn
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.memory_check import ChainSizes, Fit, TrainingMemory, check_memory
+from lightning_hybrid.planning.memory_check import (
+    ChainSizes,
+    MemoryFit,
+    TrainingMemory,
+    check_memory,
+)
 from lightning_hybrid.planning.memory_needed import optimizer_bytes, remaining
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan, StagePlan
@@ -100,7 +105,7 @@ def test_a_chain_that_no_cut_makes_fit_is_told_what_lacks_where() -> None:
     limits = [9 * GB, 8 * GB]  # 17 GB for 16, but the larger partition comes first, on device 1
     ways = ChainSizes(stages=2, microbatches=2)
     sizes = {"cut_bytes": [GB], "activation_bytes": [5 * GB, 3 * GB]}
-    tried = [Fit(way=ways, limits=limits, whole=replace(found, **sizes), batch=8)]
+    tried = [MemoryFit(way=ways, limits=limits, whole=replace(found, **sizes), batch=8)]
     with pytest.raises(PlanError, match="no chain of stages") as error:
         check_memory(
             found, TrainingMemory([9 * GB, 7 * GB], 2), limits, tried=tried, contiguous=True

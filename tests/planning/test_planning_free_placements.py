@@ -10,7 +10,7 @@ from lightning_hybrid.allocation.evolution import Breeding, evolve
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.partition_table import TiedWeight
-from lightning_hybrid.planning.step_problem import Links
+from lightning_hybrid.planning.step_problem import LinkCosts
 
 
 def space(seed: int, n: int, m: int, room: float = 0.0) -> FreePlacements:
@@ -22,7 +22,7 @@ def space(seed: int, n: int, m: int, room: float = 0.0) -> FreePlacements:
         backward_s=rng.uniform(0.1, 2, n).tolist(),
         cut_bytes=rng.uniform(0, 0.3, n - 1).tolist(),
         speeds=rng.uniform(0.5, 1, m).tolist(),
-        links=Links.equal(m, 2.0, 0.01),
+        links=LinkCosts.equal(m, 2.0, 0.01),
         microbatches=3,
         memory_bytes=sizes.tolist() if room else [],
         memory_limits=limits,

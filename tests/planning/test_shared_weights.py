@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_hybrid.graph import NetworkPartition, network_partitions
 from lightning_hybrid.planning.balanced import balanced_ends
-from lightning_hybrid.planning.memory_check import ChainSizes, Fit
+from lightning_hybrid.planning.memory_check import ChainSizes, MemoryFit
 from lightning_hybrid.planning.partition_table import PartitionTable, count
-from lightning_hybrid.planning.step_problem import Links, StepProblem
+from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 
 
 class Often(nn.Module):
@@ -45,7 +45,7 @@ def problem(table: PartitionTable, *limits: float) -> StepProblem:
     return StepProblem(
         table=table,
         speeds=[1.0] * 3,
-        links=Links.equal(3, 1e9),
+        links=LinkCosts.equal(3, 1e9),
         microbatches=2,
         memory_limits=limits,
     )
@@ -88,9 +88,9 @@ def test_all_that_cut_by_memory_see_the_copies(network) -> None:  # type: ignore
     n, order = len(partitions), [1, 2, 0]
     fullest = [max(problem(table).held([*cuts, n], order)) for cuts in combinations(range(1, n), 2)]
     way = ChainSizes(stages=3, microbatches=1)
-    assert max(Fit.of(table, way, [0.0] * 3, 4).lacks) == pytest.approx(min(fullest))
+    assert max(MemoryFit.of(table, way, [0.0] * 3, 4).lacks) == pytest.approx(min(fullest))
     for room in (min(fullest) - 8, min(fullest)):
-        fits = Fit.of(table, way, [room] * 3, 4).fits
+        fits = MemoryFit.of(table, way, [room] * 3, 4).fits
         found = balanced_ends(problem(table, *[room] * 3), order)
         assert (found is not None) is fits is (room >= min(fullest))
         assert found is None or problem(table, *[room] * 3).fits(found, order)

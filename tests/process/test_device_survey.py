@@ -44,7 +44,7 @@ def _survey(monkeypatch: pytest.MonkeyPatch) -> Survey:
 
     def survey(looks: Looks, given: Any = None) -> list[float]:
         monkeypatch.setattr(device_survey, "meet", lambda _: None)
-        monkeypatch.setattr(device_survey, "look_at", seen)
+        monkeypatch.setattr(device_survey, "describe_device", seen)
         monkeypatch.setattr(device_survey, "measure_speed", looks.measure)
         monkeypatch.setattr(device_survey, "gather_objects", looks.gather)
         devices = device_survey.devices_of_all(cast(Group, None), CPU, given)

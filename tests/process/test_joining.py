@@ -15,7 +15,7 @@ from ports import free_port
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import HybridError, RemoteError
 from lightning_hybrid.planning.cluster import Cluster, make_cluster
-from lightning_hybrid.planning.device_speed import look_at
+from lightning_hybrid.planning.device_speed import describe_device
 from lightning_hybrid.process import joining
 from lightning_hybrid.process.children import Children
 from lightning_hybrid.process.joining import (
@@ -139,7 +139,7 @@ def test_devices_are_looked_at_once_and_decide_who_stands_where() -> None:
 
     def survey(world: Any) -> Cluster:
         looks.append(world.size())
-        return replace(make_cluster([look_at(CPU, (0.0, 0.0))], 1, 1, (1.0,)), order=(0,))
+        return replace(make_cluster([describe_device(CPU, (0.0, 0.0))], 1, 1, (1.0,)), order=(0,))
 
     first = joined(survey)
     assert joined(survey) is first

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_hybrid.schedules import Instruction, InstructionKind, Schedule, execute_merged
 from lightning_hybrid.schedules.gpipe import gpipe
 from lightning_hybrid.schedules.instructions import PlacedInstruction
-from lightning_hybrid.schedules.merged import merge
+from lightning_hybrid.schedules.merged import merge_lists
 
 
 @st.composite
@@ -26,7 +26,7 @@ microbatches_ = st.integers(1, 7)
 
 def passes(schedule: Schedule, devices: list[int]) -> Iterable[tuple[Any, Any]]:
     for lists in (schedule.forward, schedule.backward):
-        yield lists, merge(lists, devices)
+        yield lists, merge_lists(lists, devices)
 
 
 @given(placements(), microbatches_, st.booleans())
@@ -96,7 +96,7 @@ def test_the_last_reduction_of_a_device_is_that_of_its_first_stage(
     devices: list[int], microbatches: int
 ) -> None:
     """The runtime averages the gradients of all stages of a device from there on."""
-    for steps in merge(gpipe(len(devices), microbatches).backward, devices):
+    for steps in merge_lists(gpipe(len(devices), microbatches).backward, devices):
         *_, last = (stage for stage, i in steps if i.kind is InstructionKind.REDUCE)
         position = steps.index((last, Instruction(InstructionKind.REDUCE, 0)))
         assert last == min(stage for stage, _ in steps)
@@ -109,7 +109,7 @@ def test_the_last_reduction_of_a_device_is_that_of_its_first_stage(
 def test_a_loop_over_two_devices_alternates_between_their_stages() -> None:
     first, second = (
         [(s, i.microbatch) for s, i in steps if i.kind is InstructionKind.FORWARD]
-        for steps in merge(gpipe(4, 3).forward, [1, 0, 1, 0])
+        for steps in merge_lists(gpipe(4, 3).forward, [1, 0, 1, 0])
     )
     assert second == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)]
     assert first == [(1, 0), (1, 1), (1, 2), (3, 0), (3, 1), (3, 2)]

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import gradient_averaging
-from lightning_hybrid.stage.gradient_averaging import ReplicaGroup, broadcast_module
+from lightning_hybrid.stage.gradient_averaging import AveragingGroup, broadcast_module
 
 pytestmark = pytest.mark.distributed
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -55,17 +55,17 @@ def gradient(rank: int, number: int, parameter: Tensor) -> Tensor:
 
 def accumulated(rank: int, group: Any, zoo: Zoo) -> dict[str, Any]:
     """Gradients that stand already, averaged at once; twice, since buckets are kept."""
-    replica_group = ReplicaGroup(zoo.parameters(), zoo.buffers, group)
-    replica_group.reduce()
+    averaging_group = AveragingGroup(zoo.parameters(), zoo.buffers, group)
+    averaging_group.reduce()
     first = gradients(zoo)
     for parameter in zoo.everywhere:
         parameter.grad = torch.full_like(parameter, 6.0 * rank)
     zoo.nowhere.grad = None if rank else torch.full_like(zoo.nowhere, 6.0)
     zoo.frozen.requires_grad_()
     zoo.frozen.grad = torch.full_like(zoo.frozen, 6.0 * rank)
-    replica_group.reduce()
-    replica_group.broadcast_buffers()
-    replica_group.close()
+    averaging_group.reduce()
+    averaging_group.broadcast_buffers()
+    averaging_group.close()
     buffers = {name: buffer.clone() for name, buffer in zoo.named_buffers()}
     return {"first": first, "second": gradients(zoo), "buffers": buffers}
 
@@ -83,19 +83,19 @@ def overlapping(rank: int, group: Any, _: Zoo) -> dict[str, Any]:
     found = {}
     for overlap in (False, True):
         net, x = network(rank)
-        replica_group = ReplicaGroup(net.parameters(), tuple, group)
+        averaging_group = AveragingGroup(net.parameters(), tuple, group)
         for step in range(2):
             net.zero_grad()
             net(x).square().sum().backward()
             if overlap:
-                replica_group.arm()
+                averaging_group.arm()
             net(x + step).sum().backward()
             if overlap:
-                replica_group.finish()
+                averaging_group.finish()
             else:
-                replica_group.reduce()
+                averaging_group.reduce()
         found[overlap] = gradients(net)
-        replica_group.close()
+        averaging_group.close()
     found["in two stages"] = in_two_stages(rank, group)
     return found
 
@@ -104,17 +104,17 @@ def in_two_stages(rank: int, group: Any) -> dict[str, Tensor | None]:
     """The same, where the last two layers have their gradients before the others."""
     net, x = network(rank)
     early, late = net[:2], net[2:]
-    replica_group = ReplicaGroup(net.parameters(), tuple, group)
+    averaging_group = AveragingGroup(net.parameters(), tuple, group)
     for step in range(2):
         net.zero_grad()
         net(x).square().sum().backward()
         between = early(x + step)
         handed_on = between.detach().requires_grad_()
         late(handed_on).sum().backward()
-        replica_group.arm(list(late.parameters()))
+        averaging_group.arm(list(late.parameters()))
         between.backward(handed_on.grad)
-        replica_group.finish()
-    replica_group.close()
+        averaging_group.finish()
+    averaging_group.close()
     return gradients(net)
 
 
@@ -269,7 +269,7 @@ def test_a_lost_replica_is_named_as_such(act: str) -> None:
     layer: Any = nn.BatchNorm1d(3)
     layer.weight.grad = torch.ones(3)
     lost: Any = Lost()
-    group = ReplicaGroup(layer.parameters(), layer.buffers, lost)
+    group = AveragingGroup(layer.parameters(), layer.buffers, lost)
     with pytest.raises(ConnectionLost, match="another replica"):
         getattr(group, act)()
 
@@ -278,6 +278,6 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     lost: Any = Lost()
-    group = ReplicaGroup(table.parameters(), table.buffers, lost)
+    group = AveragingGroup(table.parameters(), table.buffers, lost)
     with pytest.raises(HybridError, match=r"here is a sparse one .* Use sparse=False"):
         group.reduce()

@@ -8,11 +8,11 @@ import pytest
 import torch
 from ranks import together
 
-from lightning_hybrid.stage.calls import (
-    draw_number,
+from lightning_hybrid.stage.random_numbers import (
     generators_of_microbatch,
     microbatch_seed,
     random_state,
+    seed_number_of,
     set_random_state,
 )
 
@@ -60,11 +60,11 @@ def test_every_micro_batch_of_every_call_has_a_seed_of_its_own() -> None:
 def test_seeds_are_those_of_earlier_releases() -> None:
     """A run that is resumed draws what it would have drawn."""
     assert microbatch_seed(0, 0, 0, 0) == 11708687640548437744
-    assert draw_number(batch=3, call=2) == 3 * 2**16 + 2
+    assert seed_number_of(batch=3, call=2) == 3 * 2**16 + 2
 
 
 def test_calls_of_different_batches_have_different_numbers() -> None:
-    numbers = {draw_number(batch, call) for batch in range(5) for call in (0, 1, 2**16 - 1)}
+    numbers = {seed_number_of(batch, call) for batch in range(5) for call in (0, 1, 2**16 - 1)}
     assert len(numbers) == 15
 
 

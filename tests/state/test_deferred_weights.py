@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_hybrid.remote.deferred import is_deferred, is_of_one_rank, is_offloaded
 from lightning_hybrid.remote.deferred_maker import DeferredMaker
-from lightning_hybrid.remote.remote import RemoteGradients
+from lightning_hybrid.remote.proxies import RemoteGradients
 from lightning_hybrid.stage.staged_network import tensors_of
 from lightning_hybrid.state.deferred_weights import leave_to_worker, make_here, to_send
 

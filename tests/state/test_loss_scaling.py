@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.state.clipping import unscale
+from lightning_hybrid.state.clipping_and_loss_scale import unscale
 
 SCALE = 2.0**7
 

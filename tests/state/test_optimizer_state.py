@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_hybrid.state.optimizer_state import DriverState
+from lightning_hybrid.state.optimizer_state import FetchedStates
 
 HERE, THERE = Parameter(torch.ones(1)), Parameter(torch.ones(2))
 
@@ -19,7 +19,7 @@ class World:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.state = DriverState({HERE: {"k": 1}}, self.fetch)
+        self.state = FetchedStates({HERE: {"k": 1}}, self.fetch)
 
     def fetch(self, here: dict[Parameter, dict[str, Any]]) -> dict[Parameter, dict[str, Any]]:
         self.asked += 1

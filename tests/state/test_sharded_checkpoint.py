@@ -16,7 +16,7 @@ from lightning_hybrid.remote import is_unread
 from lightning_hybrid.state import sharded_checkpoint
 from lightning_hybrid.state.sharded_checkpoint import (
     DividedCheckpoint,
-    Owned,
+    TensorAddress,
     finish,
     read_sharded,
     save_alone,
@@ -101,9 +101,9 @@ def test_each_rank_writes_what_it_owns(tmp_path: Path) -> None:
     left = {(rank, name): expected["state_dict"][name] for name, rank in away.items()} | {
         (2, "exp_avg"): expected["optimizer_states"][0]["state"][2]["exp_avg"]
     }
-    reads: list[Owned] = []
+    reads: list[TensorAddress] = []
 
-    def there(owned: Owned) -> Tensor:
+    def there(owned: TensorAddress) -> Tensor:
         tensor = left[owned.rank, owned.state or owned.name]
 
         def read() -> Tensor:
@@ -113,12 +113,12 @@ def test_each_rank_writes_what_it_owns(tmp_path: Path) -> None:
         return unread_there(TensorSpec.of(tensor, gradient=False), owned, read)
 
     given = {**expected, "state_dict": expected["state_dict"].copy()}
-    tied = there(Owned(1, "0.weight"))
+    tied = there(TensorAddress(1, "0.weight"))
     given["state_dict"]._metadata = expected["state_dict"]._metadata
     given["state_dict"] |= {"0.weight": tied, "2.weight": tied}
-    given["state_dict"]["1.running_mean"] = there(Owned(2, "1.running_mean"))
+    given["state_dict"]["1.running_mean"] = there(TensorAddress(2, "1.running_mean"))
     states = {**expected["optimizer_states"][0]["state"]}
-    states[2] = {**states[2], "exp_avg": there(Owned(2, "1.bias", 0, "exp_avg"))}
+    states[2] = {**states[2], "exp_avg": there(TensorAddress(2, "1.bias", 0, "exp_avg"))}
     given["optimizer_states"] = [
         {**expected["optimizer_states"][0], "state": states},
         expected["optimizer_states"][1],
@@ -127,8 +127,8 @@ def test_each_rank_writes_what_it_owns(tmp_path: Path) -> None:
     divided = DividedCheckpoint.of(given)
     owners = {rank: [*owned.values()] for rank, owned in divided.elsewhere.items()}
     assert owners == {
-        1: [Owned(1, "0.weight")],
-        2: [Owned(2, "1.running_mean"), Owned(2, "1.bias", 0, "exp_avg")],
+        1: [TensorAddress(1, "0.weight")],
+        2: [TensorAddress(2, "1.running_mean"), TensorAddress(2, "1.bias", 0, "exp_avg")],
     }
     shards = [write_shard(tmp_path, 0, divided.here)]
     for rank, owned in divided.elsewhere.items():

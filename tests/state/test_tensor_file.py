@@ -1,5 +1,6 @@
 """What a process has written to a file, others read where it is, and change for themselves."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -72,6 +73,16 @@ def test_it_is_read_after_its_writer_is_gone_and_leaves_nothing(tmp_path: Path) 
 def test_another_file_at_its_path_is_not_taken_for_it(write: Any) -> None:
     ticket, elsewhere = write([torch.ones(3)]), write([torch.zeros(3)])
     assert read_files([replace(ticket, path=elsewhere.path)]) is None
+
+
+def test_a_pipe_at_its_path_is_not_read(write: Any) -> None:
+    """In a container on another host a process of the same number may have one there."""
+    reads, writes = os.pipe()
+    os.write(writes, b"words for somebody")
+    assert read_files([replace(write([torch.ones(3)]), path=f"/proc/self/fd/{reads}")]) is None
+    assert os.read(reads, 100) == b"words for somebody"
+    for end in (reads, writes):
+        os.close(end)
 
 
 def test_where_nothing_can_be_written_the_temporary_folder_has_it(tmp_path: Path) -> None:

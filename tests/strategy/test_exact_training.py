@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 from training_script import Classifier, data
 
-from lightning_hybrid.stage.calls import draw_number, microbatch_seed
+from lightning_hybrid.stage.random_numbers import microbatch_seed, seed_number_of
 
 pytestmark = pytest.mark.distributed
 Train = Callable[..., list[dict[str, Any]]]
@@ -47,7 +47,7 @@ def one_device(config: dict[str, Any]) -> tuple[list[list[float]], dict[str, tor
             net.zero_grad()
             outputs = []
             for index, part in enumerate(x[chunk].chunk(config["microbatches"])):
-                draw = draw_number(step, 0)
+                draw = seed_number_of(step, 0)
                 torch.manual_seed(microbatch_seed(config.get("seed", 0), replica, draw, index))
                 outputs.append(net(part))
             loss = nn.functional.cross_entropy(torch.cat(outputs), y[chunk])

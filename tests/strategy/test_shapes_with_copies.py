@@ -11,7 +11,7 @@ from test_exact_training import SETTINGS, one_device
 
 from lightning_hybrid import BySpeed, Equal, HybridGabraStrategy, Plan, Search, Sharded
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.copied_stages import owners_of
+from lightning_hybrid.planning.copied_stages import devices_of_copies
 
 pytestmark = pytest.mark.distributed
 Train = Callable[..., list[dict[str, Any]]]
@@ -61,7 +61,7 @@ def test_losses_and_weights_are_those_of_one_device(
         for name, value in driver["weights"].items():
             torch.testing.assert_close(value, weights[name], rtol=1e-10, atol=1e-10, msg=name)
     ran = training.ran_on_workers()
-    stages = [[ran[rank] for rank in owners if rank] for owners in owners_of(copies)]
+    stages = [[ran[rank] for rank in owners if rank] for owners in devices_of_copies(copies)]
     workers = [each for each in stages if each]
     assert all(len(set(map(frozenset, each))) == 1 for each in workers)  # on the same weights
     assert not set.intersection(*(each[0] for each in workers)) or len(workers) == 1

@@ -24,7 +24,7 @@ from stages_script import (
 )
 from torch import Tensor
 
-from lightning_hybrid.stage.calls import draw_number, microbatch_seed
+from lightning_hybrid.stage.random_numbers import microbatch_seed, seed_number_of
 
 pytestmark = [
     pytest.mark.distributed,
@@ -67,7 +67,7 @@ def one_device(
     torch.set_num_threads(1)
 
     def prepare(module: Training) -> None:
-        net, calls = module.net, (draw_number(batch, 0) for batch in count())
+        net, calls = module.net, (seed_number_of(batch, 0) for batch in count())
         original = net.forward
 
         def forward(*arguments: Tensor) -> Any:

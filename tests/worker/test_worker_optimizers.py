@@ -22,7 +22,7 @@ from lightning_hybrid.comm.protocol import (
 )
 from lightning_hybrid.comm.tensor_specs import CallPrecision
 from lightning_hybrid.state.optimizers import NamedGroups, groups_of, ship
-from lightning_hybrid.state.sharded_checkpoint import Owned
+from lightning_hybrid.state.sharded_checkpoint import TensorAddress
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -66,7 +66,7 @@ def test_a_step_is_surrounded_by_the_precision_of_the_driver(service: Service) -
     for command in (StepOptimizer(0, precision=double), StepOptimizer(0)):
         service.driver.send(command)
         for name in ("weight", "bias"):
-            [(_, step)] = service.ask(GiveTensor(Owned(1, name, 0, "step"))).tensors
+            [(_, step)] = service.ask(GiveTensor(TensorAddress(1, name, 0, "step"))).tensors
             assert step.dtype is torch.float64
     assert torch.get_default_dtype() is torch.float32
 
@@ -80,7 +80,7 @@ def test_other_groups_come_with_a_step(service: Service, trained: Any) -> None:
         optimizer.step()
     for found, wanted in zip(service.weights().values(), parameters(optimizer)):
         assert torch.equal(found, wanted)
-    [(_, found)] = service.ask(GiveTensor(Owned(1, "bias", 0, "momentum_buffer"))).tensors
+    [(_, found)] = service.ask(GiveTensor(TensorAddress(1, "bias", 0, "momentum_buffer"))).tensors
     assert torch.equal(found, optimizer.state[parameters(optimizer)[1]]["momentum_buffer"])
 
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.comm import Answer
 from lightning_hybrid.comm.message_channel import encode
-from lightning_hybrid.state.clipping import gradient_norms, gradients_of, total_norm
+from lightning_hybrid.state.clipping_and_loss_scale import gradient_norms, gradients_of, total_norm
 
 
 def network(missing: int = 0) -> nn.Module:

@@ -45,10 +45,10 @@ from lightning_hybrid.remote.proxy import (
     Remote,
     RemoteKind,
     RemoteStore,
+    all_proxies,
     make_plain,
     make_proxy,
     make_proxy_again,
-    proxies,
     source_of,
 )
 from lightning_hybrid.remote.remote_gradients import RemoteGradients
@@ -76,7 +76,7 @@ def _left(fetched: Iterable[Remote], *, in_graph: bool = False) -> list[Remote]:
     return [remote for remote in fetched if not is_vacant(remote.value)]
 
 
-class RemoteTensors:
+class Proxies:
     """All proxies of one driver, with what is needed to fetch and send their values.
 
     For each kind of tensors an *age* counts how often the owners have changed them; a tensor that
@@ -255,7 +255,7 @@ class RemoteTensors:
         for remote in owned:
             make_plain(remote.value)
         # (the user's code may keep views, which must not ask workers that have ended)
-        for view in proxies():
+        for view in all_proxies():
             if source_of(view) in owned:
                 make_plain(view)
         for name, remote in parameters.items():
@@ -328,7 +328,7 @@ class RemoteTensors:
         parameters = [self._tensors[RemoteKind.PARAMETER][name] for name in names]
         with torch.no_grad(), as_they_are():
             self._fetch(parameters)
-            present, gradients = self.gradients.names(), self._tensors[RemoteKind.GRADIENT]
+            present, gradients = self.gradients.ask_present(), self._tensors[RemoteKind.GRADIENT]
             held = {r.name: gradients[r.name] for r in parameters if r.name in present}
             self._fetch(held.values())
         for remote in parameters:
