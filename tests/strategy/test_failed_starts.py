@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +61,36 @@ def check(folder: Path) -> str:
     return output
 
 
-def end(folder: Path, processes: Sequence[Forked], but: int | None = None, more: float = 0) -> str:
-    """Wait for the end of all, or of all but one. Returns what they have printed.
+def until(holds: Callable[[], bool], patience_s: float = 150) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + patience_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
-    They may take ``more`` seconds than usual.
+
+def end(
+    folder: Path,
+    processes: Sequence[Forked],
+    but: Sequence[int] = (),
+    more: float = 0,
+    *,
+    kills: bool = True,
+) -> str:
+    """Wait for the end of all but some. Returns what they have printed.
+
+    They may take ``more`` seconds than usual. Then the others are killed, if wanted.
     """
-    deadline = time.monotonic() + 150
-    waited = [process for rank, process in enumerate(processes) if rank != but]
+    waited = [process for rank, process in enumerate(processes) if rank not in but]
     try:
-        while any(process.poll() is None for process in waited):
-            assert time.monotonic() < deadline, read(folder, "output.txt")
-            time.sleep(0.05)
-        output = check(folder) if but is None else ""
+        until(lambda: None not in [process.poll() for process in waited])
+        output = "" if but else check(folder)
         took_s = time.monotonic() - float(read(folder, "fault"))
         assert took_s < limit_s(more), read(folder, "output.txt")
         assert all(process.poll() for process in waited), output
         return output
     finally:
-        for process in processes:
+        for process in processes if kills else ():
             process.kill()
 
 
@@ -104,15 +116,31 @@ def test_who_waits_for_a_rank_that_makes_no_group_ends_with_it(tmp_path: Path) -
 
 
 @slow
-@pytest.mark.parametrize(
-    ("step", "rank"),
-    [("world", 1), ("gradients", 0), ("gradients", 3), ("weights", 0), ("session", 2)],
-)
+@pytest.mark.parametrize(("step", "rank"), [("world", 1), ("gradients", 3), ("session", 2)])
 def test_the_others_do_not_wait_for_the_end_of_a_script_that_has_caught_the_error(
     tmp_path: Path, step: str, rank: int
 ) -> None:
     configure(tmp_path, step, rank, stays=True)
-    end(tmp_path, start(tmp_path, 4, 1), but=rank)
+    end(tmp_path, start(tmp_path, 4, 1), but=[rank])
+
+
+@slow
+@pytest.mark.parametrize("step", ["gradients", "weights"])
+def test_servers_alone_wait_for_the_end_of_a_script_of_rank_0_that_has_caught_the_error(
+    tmp_path: Path, step: str
+) -> None:
+    configure(tmp_path, step, 0, stays=True)
+    processes = start(tmp_path, 4, 1)
+    waiting = [process for rank, process in enumerate(processes) if rank in (0, *WORKERS)]
+    try:
+        end(tmp_path, processes, but=[0, *WORKERS], kills=False)
+        until(lambda: processes[0].poll() is not None)
+        ended_s = time.monotonic()
+        until(lambda: None not in [process.poll() for process in waiting])
+        assert time.monotonic() - ended_s < limit_s()
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @slow
@@ -121,12 +149,12 @@ def test_a_driver_that_stops_between_two_runs_is_waited_for_until_the_time_out_a
     tmp_path: Path, rank: int
 ) -> None:
     configure(tmp_path, "stops", rank, timeout_s=5)
-    end(tmp_path, start(tmp_path, 4, 1), but=rank, more=5)
+    end(tmp_path, start(tmp_path, 4, 1), but=[rank], more=5)
     assert f"Lost rank {rank} " in first_error(read(tmp_path, "output.txt"))
 
 
 @slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", DRIVERS)
 def test_who_has_started_a_rank_without_a_store_ends_with_it(tmp_path: Path, rank: int) -> None:
     # (of other hosts nobody can hear of it: they wait for it for ten minutes)
     configure(tmp_path, "store", rank)
