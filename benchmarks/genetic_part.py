@@ -2,7 +2,7 @@
 
 Every search may simulate the same number of steps and has the same moves:
 
-* GABRA as it is (`allocation.evolution`), and the same without crossover;
+* GABRA as it is (`allocation.black_box_gabra`), and the same without crossover;
 * random restarts: descents from random placements, one after the other;
 * annealing: one walk, from 3 % of the step to 0.05 %.
 
@@ -43,7 +43,7 @@ from random_clusters import BATCH
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
+from lightning_hybrid.allocation.black_box_gabra import Breeding, descend, evolve, run_counted
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.arrangements import Arrangements, starts_of
 from lightning_hybrid.planning.free_placements import FreePlacements

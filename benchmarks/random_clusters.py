@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from _results import record
 
-from lightning_hybrid.allocation.evolution import Breeding, descend, evolve, run_counted
+from lightning_hybrid.allocation.black_box_gabra import Breeding, descend, evolve, run_counted
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.graph import network_partitions

@@ -1,13 +1,14 @@
 """The public names of Lightning that this package uses; no other module of it imports Lightning.
 
-They come from ``lightning`` or ``pytorch_lightning``, as :mod:`lightning_hybrid._package` decides.
+They come from ``lightning`` or ``pytorch_lightning``: :mod:`lightning_hybrid._which_lightning`
+decides.
 Private names are in :mod:`lightning_hybrid._lightning_private`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning_hybrid._package import MODULES, VARIABLE, Package, chosen
+from lightning_hybrid._which_lightning import MODULES, VARIABLE, Package, chosen
 
 CHOSEN = chosen()
 OTHER: Package = "lightning" if CHOSEN == "pytorch_lightning" else "pytorch_lightning"

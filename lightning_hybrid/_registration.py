@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from lightning_hybrid._package import Package, chosen
+from lightning_hybrid._which_lightning import Package, chosen
 from lightning_hybrid.errors import HybridError
 
 NAMES = {

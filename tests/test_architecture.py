@@ -120,7 +120,7 @@ LAYERS = {
         *INNER,
         *("comm", "stage", "planning", "process", "state", "worker", "driver", "run", "parts"),
         *("config", "options"),
-        *("_lightning", "_lightning_private", "_package"),
+        *("_lightning", "_lightning_private", "_which_lightning"),
     },
     "asking": {
         *INNER,

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid._lightning import CHOSEN
-from lightning_hybrid._package import VARIABLE, choose, chosen_in_children
 from lightning_hybrid._registration import NAMES
+from lightning_hybrid._which_lightning import VARIABLE, choose, chosen_in_children
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.strategy.launcher import LaunchedTrainerMethod
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_hybrid.allocation.evolution import Breeding, evolve
+from lightning_hybrid.allocation.black_box_gabra import Breeding, evolve
 from lightning_hybrid.allocation.exact import cut_chain
 from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem

@@ -27,7 +27,7 @@ class Coordinates:
         ranks_per_replica: number of ranks in a replica; a rank has one stage, or several under a
             free placement.
         order: for each index in the mesh, the global rank that has it; empty if each rank is its
-            own index. See :mod:`lightning_hybrid.planning.cluster`.
+            own index. See :mod:`lightning_hybrid.planning.run_cluster`.
         free: whether a rank may have several stages, so that ``pp_rank`` does not tell which stage
             it has.
     """

@@ -151,8 +151,9 @@ class CallKey:
         trainable: ``requires_grad`` of every parameter of the network, in the order of
             ``network.parameters()`` (a frozen weight: False).
         precision: autocast and default type of the call.
-        continues: whether the call continues the sequence of random numbers of the code around it:
-            then the states of the generators are the last inputs, and there is one micro-batch.
+        continues_generators: whether the call continues the sequence of random numbers of the code
+            around it: then the states of the generators are the last inputs, and there is one
+            micro-batch.
         inside: whether its backwards run inside of it, and the order of micro-batches; empty: they
             do not run inside.
     """
@@ -164,7 +165,7 @@ class CallKey:
     training: bool
     trainable: tuple[bool, ...]
     precision: CallPrecision
-    continues: bool = False
+    continues_generators: bool = False
     inside: Inside = ""
 
     @property

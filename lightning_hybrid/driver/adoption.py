@@ -113,9 +113,12 @@ class Adoption:
             )
             # the Python between graphs, and with rng="device" the code around a call, draw from the
             # same generators as the network: their state travels with the batch, and back
-            continues = not found.whole or self.driver.calls.follows
             network = self.driver.add_network(
-                found.name, found.module, codes, placement, continues=continues
+                found.name,
+                found.module,
+                codes,
+                placement,
+                continues_generators=not found.whole or self.driver.calls.as_on_one_device,
             )
         found.driven.append((network, plan))
         found.calls[graph] = self._called(found, network, graph, parts)

@@ -402,7 +402,7 @@ class Discovery:
         found = FoundNetwork(name, module, forward, hollow, whole, this.several)
         run = partial(self._calls.run, found)
         divides = self._options.microbatches != 1
-        draws = not self._driver.calls.follows
+        draws = not self._driver.calls.as_on_one_device
         found.capture = Capture(
             module,
             forward,

@@ -24,7 +24,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.comm.protocol import Backward, CommitEarlyForward, Forward, FreeCall
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.microbatches import NumbersOfMicrobatches, Specialization
-from lightning_hybrid.driver.step_calls import StepCalls
+from lightning_hybrid.driver.seed_numbers import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches, EarlyCalls
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
@@ -75,8 +75,8 @@ class DrivenNetwork(StagedNetwork):
         module: the network.
         engine: runs this rank's stages.
         parts: the parts of the driver that it uses.
-        continues: whether the network draws its random numbers from the generators of the code
-            around a call.
+        continues_generators: whether the network draws its random numbers from the generators of
+            the code around a call.
 
     Attributes:
         placement: which ranks have which stages, and the schedule.
@@ -94,11 +94,11 @@ class DrivenNetwork(StagedNetwork):
         engine: Engine,
         parts: PartsOfDriver,
         *,
-        continues: bool,
+        continues_generators: bool,
     ) -> None:
         super().__init__(number, name, module, engine)
         self.placement = engine.placement
-        self._continues = continues
+        self._continues_generators = continues_generators
         self._has_copy = self.placement.collects
         self._commands = parts.commands
         self._borrowing = parts.borrowing
@@ -198,12 +198,12 @@ class DrivenNetwork(StagedNetwork):
         # (inputs that are proxies are read now: in the middle of a pass no worker could answer)
         leaves = [read_now(leaf) for leaf in leaves]
         slices, numbers = specialization.split(leaves)
-        continues = self._continues and graph.uses_rng
-        if continues:
+        continues_generators = self._continues_generators and graph.uses_rng
+        if continues_generators:
             # the generators' states go from stage to stage with the tensors, of one micro-batch
             slices = [[*slices[0], *random_state(self.engine.device)]]
         inside = _inside(graph, ends)
-        key = self._key(specialization.number, slices, numbers, grad, continues, inside)
+        key = self._key(specialization.number, slices, numbers, grad, continues_generators, inside)
         launched = None if self.stream is None else self.stream.due(key, leaves)
         if launched is None:
             averages = grad and again is None and self._averages_inside()
@@ -226,7 +226,7 @@ class DrivenNetwork(StagedNetwork):
         finally:
             if commits:
                 self.engine.commit(call)
-        if continues:
+        if continues_generators:
             set_random_state(call.states, self.engine.device)
         # (only after a call that went well: its stages know the shapes by now)
         self._numbers[key] = command.key
@@ -438,7 +438,7 @@ class DrivenNetwork(StagedNetwork):
         slices: Sequence[Sequence[Tensor]],
         numbers: NumbersOfMicrobatches,
         grad: bool,
-        continues: bool,
+        continues_generators: bool,
         inside: Inside = "",
     ) -> CallKey:
         specs = tuple(
@@ -448,7 +448,15 @@ class DrivenNetwork(StagedNetwork):
         # (all that decides what is sent and how stages compute; a known key is sent as a number)
         training, trainable = self.module.training, self.trainable()
         return CallKey(
-            specialization, specs, numbers, grad, training, trainable, precision, continues, inside
+            specialization,
+            specs,
+            numbers,
+            grad,
+            training,
+            trainable,
+            precision,
+            continues_generators,
+            inside,
         )
 
 

@@ -35,8 +35,8 @@ from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.ownership import Ownership
+from lightning_hybrid.driver.seed_numbers import StepCalls
 from lightning_hybrid.driver.stage_distribution import Distribution
-from lightning_hybrid.driver.step_calls import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.tied_weights import Borrowing
 from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
@@ -128,8 +128,16 @@ class Driver:
         self._replicated = Replicated(
             module, start, mesh.data_parallel, self.device, mesh.survivors
         )
-        new_calls = partial(StepCalls, options.seed, here.dp_rank, follows=options.follows)
-        self.calls: StepCalls = before.calls if before else new_calls(self.device)
+        self.calls: StepCalls = (
+            before.calls
+            if before
+            else StepCalls(
+                options.seed,
+                here.dp_rank,
+                self.device,
+                as_on_one_device=options.as_on_one_device,
+            )
+        )
         self.distribution = Distribution(module, mesh, options, self.commands, self._trace)
         self.weights = Weights(
             module,
@@ -187,7 +195,7 @@ class Driver:
         codes: Sequence[StageCode],
         placement: Placement,
         *,
-        continues: bool,
+        continues_generators: bool,
     ) -> DrivenNetwork:
         """Give every rank of the replica its stages of a network that has been cut.
 
@@ -196,8 +204,8 @@ class Driver:
             network: the module.
             codes: the code of each of its stages.
             placement: which ranks get which stage, and under which schedule they run.
-            continues: whether the network draws its random numbers from the generators of the code
-                around a call, instead of from generators of its own.
+            continues_generators: whether the network draws its random numbers from the generators
+                of the code around a call, instead of from generators of its own.
 
         Raises:
             Exception: see :meth:`Distribution.distribute`.
@@ -205,7 +213,14 @@ class Driver:
         # before weights are sent: a message that is being sent would be found as a view of them
         number, views = len(self._networks), views_of(network)
         engine, remote = self.distribution.distribute(number, name, network, codes, placement)
-        driven = DrivenNetwork(number, name, network, engine, self._parts, continues=continues)
+        driven = DrivenNetwork(
+            number,
+            name,
+            network,
+            engine,
+            self._parts,
+            continues_generators=continues_generators,
+        )
         if placement.schedule in STREAMED:
             self.optimizers.streamed_by = placement.schedule
             # under an exact schedule no batch runs ahead across a step, unless the window of

@@ -39,7 +39,7 @@ class DriverOptions:
             replicas, since they may differ.
         trains: whether the run trains; then ranks free the memory of parameters that others own.
         folder: where ranks write files that others map, if possible.
-        follows: whether networks draw the random numbers of one device; see `StepCalls`.
+        as_on_one_device: whether networks draw the random numbers of one device; see `StepCalls`.
         shards: whether states of optimizers are divided over the replicas.
         shares: whether backwards possibly run inside of calls, so that each capture looks for a
             loss of which each micro-batch has a share.
@@ -66,7 +66,7 @@ class DriverOptions:
     share: bool = False
     trains: bool = False
     folder: str = ""
-    follows: bool = False
+    as_on_one_device: bool = False
     shards: bool = False
     shares: bool = False
     inside: bool = False

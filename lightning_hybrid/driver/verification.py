@@ -228,7 +228,7 @@ class Check:
         draw = self._driver.calls.expect(call.learns(graph.bind(values)))
         self._start = partial(self._driver.calls.generators_of, draw)
         # (then the network draws from this rank's own generators)
-        if graph.divided or self._driver.calls.follows:
+        if graph.divided or self._driver.calls.as_on_one_device:
             self._start = self._own_draws
         batched = [
             values[graph.place[leaf.node]]

@@ -1,16 +1,6 @@
 """Planning: costs of partitions, predicted step times and memory, search for cuts and sizes."""
 
 from lightning_hybrid.planning.called_network import CalledNetwork
-from lightning_hybrid.planning.cluster import (
-    Cluster,
-    Device,
-    Rates,
-    average_equal_devices,
-    equal_devices_differ,
-    given_speeds,
-    measured_speeds,
-    memory_of_rank,
-)
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.device_speed import describe_device, measure_speed, update_s_per_byte
 from lightning_hybrid.planning.fastest_sizes import Machine, fastest_sizes
@@ -28,6 +18,16 @@ from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again
+from lightning_hybrid.planning.run_cluster import (
+    Cluster,
+    Device,
+    Rates,
+    average_equal_devices,
+    equal_devices_differ,
+    given_speeds,
+    measured_speeds,
+    memory_of_rank,
+)
 from lightning_hybrid.planning.search import AUTO, Method, PlanObjective, PlanSettings
 from lightning_hybrid.planning.shape_costs import CostsOf
 from lightning_hybrid.planning.shapes import (

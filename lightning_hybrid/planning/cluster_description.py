@@ -22,7 +22,7 @@ A description is a YAML file, see `lightning_hybrid/planning/clusters/`::
         bandwidth: 10 Gbit/s
         latency: 50 us
 
-The devices of an actual run, as measured, are in `planning.cluster`.
+The devices of an actual run, as measured, are in `planning.run_cluster`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,8 +35,8 @@ from typing import Any, Self
 import yaml
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.cluster import Rates
 from lightning_hybrid.planning.plan import check_fields
+from lightning_hybrid.planning.run_cluster import Rates
 from lightning_hybrid.planning.units import parse, spell
 
 SHIPPED = Path(__file__).parent / "clusters"

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.cluster import (
+from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.run_cluster import (
     Cluster,
     Device,
     Rates,
@@ -19,8 +21,6 @@ from lightning_hybrid.planning.cluster import (
     make_cluster,
     memory_of_rank,
 )
-from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.shapes import (
     WORTHWHILE,
     Shape,

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import find_boundary
 from lightning_hybrid.planning.called_network import CalledNetwork
-from lightning_hybrid.planning.cluster import Cluster, Rates
 from lightning_hybrid.planning.copied_stages import devices_of_copies, of_slowest
 from lightning_hybrid.planning.memory_check import (
     ChainSizes,
@@ -31,6 +30,7 @@ from lightning_hybrid.planning.memory_needed import (
 )
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.planning.run_cluster import Cluster, Rates
 from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica, plan_stages
 from lightning_hybrid.planning.step_time import MARGIN
 from lightning_hybrid.schedules import INSIDE, STREAMED

@@ -27,7 +27,6 @@ from itertools import accumulate, combinations, pairwise
 
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning.arrangements import MOST_TURNS, Arrangement, Arrangements, improve
-from lightning_hybrid.planning.cluster import order_ranks
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.copied_stages import best_cuts, devices_of_copies
 from lightning_hybrid.planning.looped_placements import improved
@@ -36,6 +35,7 @@ from lightning_hybrid.planning.memory_needed import remaining
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
+from lightning_hybrid.planning.run_cluster import order_ranks
 from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica
 from lightning_hybrid.planning.shape_costs import CostsOf, unlimited
 from lightning_hybrid.planning.shares import share_samples

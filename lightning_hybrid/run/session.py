@@ -84,7 +84,7 @@ class DriverSession:
             share=run.building.deferred,
             trains=run.fitting,
             folder=run.framework.folder,
-            follows=config.rng == "device",
+            as_on_one_device=config.rng == "device",
             shards=config.shards_states,
             shares=config.may_run_inside and run.fitting,
             inside=config.runs_inside and run.fitting,

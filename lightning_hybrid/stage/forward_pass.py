@@ -114,7 +114,7 @@ class ForwardPass(Pass):
         self._first = self.own.number == 0
         # shapes and types of the generators' state as it travels; empty if it does not
         self._states = state_specs(engine.device) if call.uses_rng else ()
-        self._takes_states = call.uses_rng and (not self._first or call.key.continues)
+        self._takes_states = call.uses_rng and (not self._first or call.key.continues_generators)
         # rings on which the stage before has failed, and rings on which the next stage knows of it
         self._silent: set[int] = set()
         self._told_failure: set[int] = set()

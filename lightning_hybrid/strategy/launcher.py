@@ -29,7 +29,7 @@ from lightning_hybrid._lightning_private import (
     script_command,
     set_num_threads,
 )
-from lightning_hybrid._package import chosen_in_children
+from lightning_hybrid._which_lightning import chosen_in_children
 from lightning_hybrid.comm import (
     ANOTHER_REPLICA,
     ConnectionLost,

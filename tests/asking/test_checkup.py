@@ -7,8 +7,8 @@ import pytest
 
 from lightning_hybrid.asking.doctor import Checkup, Facts
 from lightning_hybrid.comm.link_probe import PairProbe, Spread
-from lightning_hybrid.planning.cluster import Device
 from lightning_hybrid.planning.cluster_description import ClusterDescription
+from lightning_hybrid.planning.run_cluster import Device
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,9 @@ import pytest
 from lightning_hybrid.asking.study import Study
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
-from lightning_hybrid.planning.cluster import Device, Rates
 from lightning_hybrid.planning.fastest_sizes import Machine, fastest_sizes
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.run_cluster import Device, Rates
 from lightning_hybrid.planning.search import AUTO, PlanSettings
 from lightning_hybrid.planning.shapes import ShapeRequest, recommended
 

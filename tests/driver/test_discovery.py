@@ -37,7 +37,7 @@ class Watched:
             keep=lambda module: None,
             have_here=lambda module, whole=False: None,
             remote=SimpleNamespace(suspended=nullcontext, names=set),
-            calls=SimpleNamespace(one_stream=nullcontext, follows=False),
+            calls=SimpleNamespace(one_stream=nullcontext, as_on_one_device=False),
         )
         mesh: Any = SimpleNamespace(coordinates=Coordinates(0, 1, 3), drivers=None)
         self.networks = Discovery(

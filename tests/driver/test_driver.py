@@ -71,7 +71,7 @@ def test_a_graph_of_a_chain_goes_on_with_the_numbers_around_it(devices: tuple[in
     torch.manual_seed(0)
     module = Model(nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(3, 3), nn.Dropout()))))
     reference, [value] = deepcopy(module).double(), batches(1)
-    replica = Replica(module.double(), value, devices, parts=1, continues=True)
+    replica = Replica(module.double(), value, devices, parts=1, continues_generators=True)
     found = []
     for call in (reference.net, replica):
         torch.manual_seed(5)

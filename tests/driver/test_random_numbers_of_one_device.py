@@ -60,7 +60,7 @@ def test_stages_draw_the_numbers_of_one_device_for_whole_batches(
     ranks: Any, kind: Callable[[], nn.Module], workers: int, told: bool
 ) -> None:
     driven = Driven(ranks, kind(), workers, verify="auto")
-    driven.ranks.driver.calls.follows = True
+    driven.ranks.driver.calls.as_on_one_device = True
     for step in range(3):
         value = torch.randn(4, 6, dtype=torch.float64)
         value[:, 0] = value[:, 0].abs() * step  # (of `DropsSome` none in the first step)

@@ -283,7 +283,7 @@ class Replica(Ranks):
         devices: ``pp_rank`` of each stage, or of all its copies.
         parts: micro-batches.
         timeout_s: how long a rank waits for another one.
-        continues: the network draws from the stream of the code around it.
+        continues_generators: the network draws from the stream of the code around it.
         schedule: name of the schedule.
         split: numbers of the stages whose backward it splits.
         ends: of each stage the number after its last partition; empty: shares that are equal.
@@ -305,7 +305,7 @@ class Replica(Ranks):
         parts: int = 2,
         timeout_s: float = 60.0,
         *,
-        continues: bool = False,
+        continues_generators: bool = False,
         schedule: str = "gpipe",
         split: Sequence[int] = (),
         ends: Sequence[int] = (),
@@ -327,7 +327,7 @@ class Replica(Ranks):
         )
         self._calls = Calls(model.net, on(0))
         self._value, self._devices, self._parts = value, devices, parts
-        self.cut(ends, schedule=schedule, split=split, continues=continues)
+        self.cut(ends, schedule=schedule, split=split, continues_generators=continues_generators)
 
     def cut(
         self,
@@ -335,7 +335,7 @@ class Replica(Ranks):
         *,
         schedule: str = "gpipe",
         split: Sequence[int] = (),
-        continues: bool = False,
+        continues_generators: bool = False,
     ) -> None:
         """Give all ranks their stages; see the arguments of the class."""
         self._calls.compute = self._calls.at_once
@@ -349,7 +349,7 @@ class Replica(Ranks):
         placement = Placement.of(codes, devices, schedule, split)
         try:
             self.network = self.driver.add_network(
-                "net", self.model.net, codes, placement, continues=continues
+                "net", self.model.net, codes, placement, continues_generators=continues_generators
             )
         except HybridError:  # refused: the workers wait
             let_go(self)

@@ -126,7 +126,7 @@ class Cut(Ranks):
         else:
             placement = Placement.of(codes, self._devices, self._schedule, self._split)
             self.network = self.driver.add_network(
-                "net", self.model.net, codes, placement, continues=False
+                "net", self.model.net, codes, placement, continues_generators=False
             )
             self.why_not = why_not_inside(self.network, graph)
             for stage, engine in enumerate(self.engines()):

@@ -8,9 +8,9 @@ import pytest
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.arrangements import Arrangement
-from lightning_hybrid.planning.cluster import Device, Rates
 from lightning_hybrid.planning.fastest_sizes import ChosenSizes, Machine, fastest_sizes
 from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning.run_cluster import Device, Rates
 from lightning_hybrid.planning.search import PlanSettings
 from lightning_hybrid.planning.shapes import Shape, ShapeRequest, Sizes
 

@@ -14,12 +14,12 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning import cluster
 from lightning_hybrid.planning.called_network import CalledNetwork
-from lightning_hybrid.planning.cluster import Device, Rates, make_cluster
 from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.memory_needed import held_in_training
 from lightning_hybrid.planning.partition_table import PartitionTable, TiedWeight, count
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import Site, make_plan, plan_again, plan_within
+from lightning_hybrid.planning.run_cluster import Device, Rates, make_cluster
 from lightning_hybrid.planning.search import PlanSettings, Replica
 
 MICROBATCHES = 8

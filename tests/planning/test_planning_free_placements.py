@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import planned, step_problem
 
-from lightning_hybrid.allocation.evolution import Breeding, evolve
+from lightning_hybrid.allocation.black_box_gabra import Breeding, evolve
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.partition_table import TiedWeight

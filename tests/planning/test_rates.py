@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hybrid.planning.cluster import Rates
+from lightning_hybrid.planning.run_cluster import Rates
 
 RATES = Rates(
     message_s=3e-4,

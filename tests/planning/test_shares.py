@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from lightning_hybrid.planning import Device, batch_sizes, share_samples
-from lightning_hybrid.planning.cluster import make_cluster
+from lightning_hybrid.planning.run_cluster import make_cluster
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 0.43), (1.0, 0.43, 0.16), (0.2, 1.0, 1.0, 0.5), (1.0,)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_hybrid.comm import Group
-from lightning_hybrid.planning.cluster import Device, make_cluster
+from lightning_hybrid.planning.run_cluster import Device, make_cluster
 from lightning_hybrid.process import device_survey
 
 CPU = torch.device("cpu")

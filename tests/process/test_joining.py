@@ -14,8 +14,8 @@ from ports import free_port
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import HybridError, RemoteError
-from lightning_hybrid.planning.cluster import Cluster, make_cluster
 from lightning_hybrid.planning.device_speed import describe_device
+from lightning_hybrid.planning.run_cluster import Cluster, make_cluster
 from lightning_hybrid.process import joining
 from lightning_hybrid.process.children import Children
 from lightning_hybrid.process.joining import (

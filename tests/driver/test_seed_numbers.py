@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_hybrid.driver.step_calls import StepCalls
+from lightning_hybrid.driver.seed_numbers import StepCalls
 
 
 def calls() -> StepCalls:

@@ -14,18 +14,18 @@ class StepCalls:
         seed: seed of the random numbers inside networks.
         replica: number of the replica.
         device: the driver's device.
-        follows: whether networks draw what they would draw on one device, from the generators of
-            the code around them (``rng="device"``).
+        as_on_one_device: whether networks draw what they would draw on one device, from the
+            generators of the code around them (``rng="device"``).
 
     Attributes:
-        follows: see above.
+        as_on_one_device: see above.
         count: how many differentiable calls of networks this step has made so far.
     """
 
     def __init__(
-        self, seed: int, replica: int, device: torch.device, *, follows: bool = False
+        self, seed: int, replica: int, device: torch.device, *, as_on_one_device: bool = False
     ) -> None:
-        self.follows = follows
+        self.as_on_one_device = as_on_one_device
         self._seed = seed
         self._replica = replica
         self._device = device
@@ -89,9 +89,9 @@ class StepCalls:
 
         Returns:
             A context in which torch's generators are seeded by the number, and after which they are
-            as before. With ``follows`` it changes nothing.
+            as before. With ``as_on_one_device`` it changes nothing.
         """
-        if self.follows:
+        if self.as_on_one_device:
             return nullcontext()
         grad = torch.is_grad_enabled()
         draw = self.take_seed_number(grad)

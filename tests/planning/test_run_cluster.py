@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.cluster import (
+from lightning_hybrid.planning.run_cluster import (
     COMMUNICATOR_BYTES,
     Device,
     average_equal_devices,
