@@ -204,7 +204,8 @@ def _nameless_file(folder: str, nbytes: int) -> BinaryIO:
         with suppress(OSError):
             file = TemporaryFile(dir=place)  # noqa: SIM115  others open it
             disk = os.fstatvfs(file.fileno())
-            if nbytes <= disk.f_bavail * disk.f_frsize:
+            # (file systems that do not tell say that they have no blocks at all)
+            if not disk.f_blocks or nbytes <= disk.f_bavail * disk.f_frsize:
                 return cast(BinaryIO, file)
             file.close()
     free = free_on(torch.device("cpu"))
