@@ -239,7 +239,7 @@ class Arrangements:
         """Search for the shares of the replicas with the shortest step; for stages without copies.
 
         The time of a replica grows with its share. So shares are best if no sample of the slowest
-        replica would end sooner in another one.
+        replica would end sooner in another replica.
 
         Returns:
             The samples that each replica takes, and the predicted seconds of a step with these
@@ -293,7 +293,10 @@ class Arrangements:
         return max(each.step_time_s(genes.ends, genes.chain) for each in mine)
 
     def of_replica(self, genes: Arrangement, share: int, replica: int) -> StepProblem:
-        """Make the step problem of replica number `replica`, which takes `share` samples a step."""
+        """Make the step problem of replica number `replica`, which takes `share` samples a step.
+
+        Speeds and memory are those of its own devices; links are the slowest of all replicas.
+        """
         return self.problem(
             *(genes.used, genes.size, genes.microbatches, self.way(genes), share, replica)
         )
@@ -409,7 +412,7 @@ class Arrangements:
                 return found
 
     def cross(self, left: Arrangement, right: Arrangement, rng: RandomGenerator) -> Arrangement:
-        """Put the shape of `left` on the devices of `right`, with its own cuts or balanced ones.
+        """Put the shape of `left` on the devices of `right`, with cuts of `left` or balanced cuts.
 
         Returns:
             The new arrangement; or `left`, if it is not possible.

@@ -61,7 +61,8 @@ def memory_limits(
 def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes of the host's memory that this process may still use; ``None``: not known.
 
-    It is taken that no other process takes any meanwhile.
+    It is the least of the host's free memory and what `memory_limits` leaves, if meanwhile no other
+    process takes any.
     """
     host, limits = host_bytes(proc), [left for _, left in memory_limits(proc, cgroups)]
     return min(limits if host is None else [host, *limits], default=None)

@@ -200,6 +200,12 @@ def _cuts(
 ) -> tuple[list[int], StepCosts, str]:
     """Choose the cuts of stages without copies, or take those of the user.
 
+    Args:
+        problem: the partitions and devices.
+        settings: options of the user; the schedule must not be `auto`.
+        cut_points: names of the first partitions of all stages but the first; None: search for
+            cuts.
+
     Returns:
         For each stage the number after its last partition; the costs of the stages, with their
         devices; and the name of the search, as in `Plan.allocation`.
@@ -226,6 +232,12 @@ def _cuts_of_copies(
     problem: CopiedStages, settings: PlanSettings, cut_points: Sequence[str] | None
 ) -> tuple[list[int], str]:
     """Choose the cuts of stages with copies, or take those of the user.
+
+    Args:
+        problem: the partitions, devices and copies.
+        settings: options of the user.
+        cut_points: names of the first partitions of all stages but the first; None: search for
+            cuts.
 
     Returns:
         For each stage the number after its last partition; and the name of the search, as in
@@ -330,6 +342,9 @@ def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list
     Returns:
         For each stage the number after its last partition; for each stage its device, by index in
         the replica; and the name of the search, as in `Plan.allocation`.
+
+    Raises:
+        PlanError: no placement fits into memory, or the options contradict each other.
     """
     if settings.schedule == "looped":
         # whatever the method is, since none of them can predict the step of this schedule
