@@ -22,8 +22,8 @@ class Allocation:
         assignment: for each partition the index of its device.
         value: the objective: the makespan (smaller is better) or the profit z of Eq. 5 (larger is
             better).
-        history: best value after each generation, the initial population first; a single entry if a
-            chain was cut by dynamic programming.
+        history: best value after each generation, the value of the initial population first; a
+            single entry if a chain was cut by dynamic programming.
     """
 
     assignment: tuple[int, ...]
@@ -44,6 +44,9 @@ def allocate(
         method: Search for free placements: `gabra`, the genetic algorithm with improvements, or
             `gabra-literal`, the paper's algorithm as it is printed (see `literal` for additions).
         seed: Seed of the genetic algorithm; the same seed gives the same result.
+
+    Returns:
+        The best placement that was found.
 
     Raises:
         AllocationError: no placement within the limits was found, the method is unknown, or

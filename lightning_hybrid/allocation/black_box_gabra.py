@@ -80,11 +80,11 @@ def evolve(
         space: the candidates, their cost and the moves between them.
         seed: seed of the random numbers.
         breeding: settings of the search; None: the defaults.
-        starts: members to begin with; random ones are added up to the size of the population. The
-            result is no worse than the first of them.
+        starts: members to begin with, of which the population takes as many as it has room for;
+            random members are added if there are fewer. The result is no worse than the first.
 
     Returns:
-        The best genes, and the least cost so far after each evaluation.
+        The best genes; and the history: after each evaluation the least cost so far.
 
     Raises:
         AllocationError: no candidate that was seen was feasible.
@@ -104,12 +104,12 @@ def run_counted(
 
     Args:
         space: the candidates and their cost.
-        search: the search; it is given the function that it must ask for the cost of a candidate.
-            Costs are remembered: asking for one again is no evaluation.
+        search: function that searches. It is given a function from genes to their cost, and must
+            take all costs from that one. Costs are remembered: a known cost is no evaluation.
         evaluations: number of candidates that may be evaluated.
 
     Returns:
-        The best genes, and the least cost so far after each evaluation.
+        The best genes; and the history: after each evaluation the least cost so far.
 
     Raises:
         AllocationError: no candidate that was seen was feasible.
@@ -154,6 +154,13 @@ def descend(
     """Improve a candidate by random neighbours, until `patience` in a row were not better.
 
     Neighbours of equal cost are taken too.
+
+    Args:
+        space: makes the neighbours.
+        genes: the candidate to begin with.
+        cost: function from genes to their cost, from `run_counted`, which counts the evaluations.
+        rng: random numbers.
+        patience: number of neighbours in a row that are not better, after which the search ends.
 
     Returns:
         The improved candidate and its cost.

@@ -59,7 +59,7 @@ def stretch(length: int, rng: np.random.Generator) -> slice:
     """Draw a random slice of a sequence; it is never empty.
 
     Args:
-        length: length of the sequence.
+        length: length of the sequence, at least 1.
         rng: random numbers.
     """
     first, last = np.sort(rng.choice(length + 1, 2, replace=False))
@@ -67,7 +67,11 @@ def stretch(length: int, rng: np.random.Generator) -> slice:
 
 
 class FreeAssignments:
-    """Operators on free assignments: integer arrays, gene i is the device of partition i."""
+    """Operators on free assignments: integer arrays, gene i is the device of partition i.
+
+    Args:
+        problem: The partitions and devices, with their limits.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -92,7 +96,7 @@ class FreeAssignments:
         """Make a chain: each device, in random order, gets one run of consecutive partitions.
 
         Each run is filled up to a time goal; the goal is the least of 200 with which all partitions
-        have a place. Memory is not considered.
+        have a place. Memory is not considered. The result may be infeasible.
         """
         problem = self.problem
         n = self.problem.n
@@ -152,7 +156,7 @@ class FreeAssignments:
         )
 
     def _places(self, genes: Ints, partition: int, rng: np.random.Generator) -> list[int]:
-        """List the devices that can take a partition, shuffled.
+        """List the devices that can take a partition within the limits, in random order.
 
         Args:
             genes: the device of each partition; -1: it is not placed yet.
@@ -177,13 +181,16 @@ class FreeAssignments:
         return np.concatenate([left[:middle], right[middle:]])
 
     def invert(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Reverse the genes of a random slice (the paper's mutation)."""
+        """Make a copy with the genes of a random slice reversed (the paper's mutation)."""
         genes, piece = genes.copy(), stretch(len(genes), rng)
         genes[piece] = genes[piece][::-1]
         return genes
 
     def perturb(self, genes: Ints, rng: np.random.Generator) -> Ints:
-        """Give one partition a random device; if cuts have costs, sometimes several neighbours."""
+        """Give one partition a random device (a mutation); the result may be infeasible.
+
+        If cuts have costs, a random slice of partitions gets that device in half of the calls.
+        """
         genes, place = genes.copy(), int(rng.integers(len(genes)))
         piece = slice(place, place + 1)
         if self._cuts_cost and rng.random() < 0.5:
@@ -233,7 +240,8 @@ class FreeAssignments:
     def _changed(self, genes: Ints, rng: np.random.Generator) -> Ints:
         """Make the assignments after each change that local search tries, shape (changes, n).
 
-        A change exchanges a partition with one of another device, or moves it to another device.
+        A change exchanges a partition with a partition of another device, or moves it to another
+        device. If there are many changes, some are drawn. Infeasible ones are among them.
         """
         n, m = self.problem.n, self.problem.m
         here = np.arange(n)
@@ -260,7 +268,7 @@ class FreeAssignments:
     def canonical(self, genes: Ints) -> Ints:
         """Renumber equal devices in the order in which they appear.
 
-        So assignments that differ only in the numbers of equal devices become the same one.
+        So assignments that differ only in the numbers of equal devices become the same assignment.
         """
         problem = self.problem
         if len(set(problem.classes)) == problem.m:
@@ -278,6 +286,10 @@ def _less(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Whether `one` is less than `other`, in lexicographic order, by more than rounding errors.
 
     If rounding errors counted, the local search could go in a circle.
+
+    Args:
+        one: cost of an assignment, and sum of the squared times of its devices.
+        other: the same of another assignment.
     """
     slack = [SLACK * abs(number) for number in other]
     if one[0] < other[0] - slack[0]:

@@ -20,6 +20,9 @@ def cut_chain(problem: Problem) -> Ints:
     where (+) is the maximum (makespan) or the sum (profit) and run[i, k] the cost of the run i ..
     k-1 on that device.
 
+    Args:
+        problem: The partitions and devices.
+
     Returns:
         For each partition its device, shape (n,).
 

@@ -52,7 +52,7 @@ def gabra(
 
 
 def _affordable(problem: Problem) -> GabraSettings:
-    """Default parameters, with fewer members and generations for large problems."""
+    """Make default parameters, with fewer members and generations for large problems."""
     share = _FULL_WORK / (problem.n * problem.m)
     usual = GabraSettings()
     return GabraSettings(
@@ -62,7 +62,15 @@ def _affordable(problem: Problem) -> GabraSettings:
 
 
 class GabraRun:
-    """One run of the genetic algorithm (Algorithm 1): its population, and all assignments seen."""
+    """One run of the genetic algorithm (Algorithm 1): its population, and all assignments seen.
+
+    It is run once, by `run`, which returns what `gabra` returns.
+
+    Args:
+        problem: The partitions and devices.
+        rng: Random numbers.
+        settings: Parameters of the algorithm.
+    """
 
     def __init__(self, problem: Problem, rng: np.random.Generator, settings: GabraSettings) -> None:
         self.problem = problem
@@ -91,7 +99,10 @@ class GabraRun:
         return best, tuple(history)
 
     def _populate(self) -> None:
-        """Make the initial population (Algorithm 2): random feasible members that all differ."""
+        """Make the initial population (Algorithm 2): random feasible members that all differ.
+
+        It is smaller than wanted if too few are found, or if a member reaches the proven bound.
+        """
         for _ in range(2 * self.settings.population):
             if len(self.members) == self.settings.population:
                 return

@@ -131,7 +131,10 @@ class Problem:
 
     @property
     def _limited(self) -> list[tuple[Floats, Floats]]:
-        """For each limited quantity its amounts in the partitions, and the devices' limits."""
+        """For each limited quantity its amounts in the partitions, (n,), and the limits, (m,).
+
+        The quantities are the loads (`profit`), then the memory.
+        """
         limited = [(self.loads, self.capacities)] if self.objective == "profit" else []
         if len(self.memory):
             limited.append((self.memory, self.memory_limits))
@@ -156,7 +159,11 @@ class Problem:
         return tuple(traits.index(trait) for trait in traits)
 
     def times(self, assignments: Ints) -> Floats:
-        """Time of each device for its partitions and the cuts beside them, shape (b, m)."""
+        """Time of each device for its partitions and the cuts beside them, shape (b, m).
+
+        Args:
+            assignments: (b, n) device of each partition.
+        """
         times = self._sums(assignments, self.loads) / self.capacities
         if self.cut_costs.any():
             cost = np.where(assignments[:, 1:] != assignments[:, :-1], self.cut_costs, 0.0)
@@ -164,7 +171,11 @@ class Problem:
         return times
 
     def values(self, assignments: Ints) -> Floats:
-        """The objective, shape (b,): the makespan (smaller is better) or z of Eq. 5 (larger is)."""
+        """The objective, shape (b,): the makespan (smaller is better) or z of Eq. 5 (larger is).
+
+        Args:
+            assignments: (b, n) device of each partition; limits are not checked.
+        """
         if self.objective == "profit":
             return np.asarray((self.loads / self.capacities[assignments]).sum(axis=1))
         return np.asarray(self.times(assignments).max(axis=1))
@@ -174,6 +185,9 @@ class Problem:
 
         Whether devices have consecutive partitions is not checked: the solver of chains guarantees
         it.
+
+        Args:
+            assignments: (b, n) device of each partition.
         """
         fits = self._sums(assignments, np.ones(self.n)) > 0
         for weights, ceilings in zip(self.weights, self.ceilings):
@@ -183,14 +197,18 @@ class Problem:
         return np.asarray(fits.all(axis=1))
 
     def costs(self, assignments: Ints) -> Floats:
-        """The costs that solvers minimise, shape (b,): makespan or -z; infinite if infeasible."""
+        """The costs that solvers minimise, shape (b,): makespan or -z; infinite if infeasible.
+
+        Args:
+            assignments: (b, n) device of each partition.
+        """
         values = self.values(assignments)
         signed = -values if self.objective == "profit" else values
         return np.where(self.feasible(assignments), signed, np.inf)
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound of the cost: an assignment that reaches it is optimal."""
+        """A lower bound of the cost (see `costs`): an assignment that reaches it is optimal."""
         total = self.loads.sum()
         if self.objective == "profit":
             # if loads were divisible, it would be best to fill the smallest devices first
@@ -208,8 +226,8 @@ class Problem:
 
         Args:
             assignments: device of each partition, shape (b, n).
-            weights: a number for each partition, shape (n,), or other ones for each assignment, (b,
-                n).
+            weights: a number for each partition: shape (n,), equal for all assignments, or shape
+                (b, n).
         """
         rows = len(assignments)
         # one `bincount` for all assignments, to avoid a loop in Python

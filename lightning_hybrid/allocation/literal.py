@@ -79,7 +79,7 @@ class _Printed(GabraRun):
     """The genetic algorithm as Algorithms 1 to 3 print it, in place of the improved parts."""
 
     def _populate(self) -> None:
-        """Make the initial population (Algorithm 2): random members that all differ."""
+        """Make the initial population (Algorithm 2): random feasible members that all differ."""
         for _ in range(2 * self.settings.population):
             if len(self.members) == self.settings.population:
                 return
@@ -89,7 +89,11 @@ class _Printed(GabraRun):
                 self.costs.append(float(self.problem.costs(member[None])[0]))
 
     def _random_member(self) -> Ints:
-        """Make a random assignment: each partition in turn on a random device with room for it."""
+        """Make a random feasible assignment: each partition in turn on a random device with room.
+
+        Raises:
+            AllocationError: no feasible assignment was found.
+        """
         problem = self.problem
         for _ in range(_RESTARTS):
             left = problem.ceilings.copy()
@@ -142,6 +146,10 @@ def printed_children(left: Ints, right: Ints) -> tuple[Ints, Ints]:
     """Make the two children of Algorithm 3 as it is printed; its cut `cp = Y1/2` is the middle.
 
     In the second child the halves change places, so that each gene belongs to another partition.
+
+    Returns:
+        The first half of `left` and the second of `right`; then the second half of `left` and the
+        first of `right`.
     """
     middle = len(left) // 2
     first = np.concatenate([left[:middle], right[middle:]])

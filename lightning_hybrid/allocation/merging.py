@@ -20,9 +20,10 @@ from lightning_hybrid.errors import AllocationError
 def merge(loads: Numbers, cut_costs: Numbers, count: int, *, slack: float = 0.25) -> list[int]:
     """Merge neighbours across the most expensive cut, again and again, until `count` runs are left.
 
-    A merge is allowed while the merged load is at most (1 + slack) times the fair share, which is
-    the total load over `count`. When no merge is allowed any more, the two neighbours with the
-    least load together are merged.
+    It is the rule of `allocation="merging"`. At first each partition is a run, then neighbouring
+    runs are merged. A merge is allowed while the merged load is at most (1 + slack) times the fair
+    share, which is the total load over `count`. When no merge is allowed any more, the two
+    neighbours with the least load together are merged.
 
     Args:
         loads: n computation loads, one per layer or residual block.

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     """Run `lightning-hybrid consolidate`: read a checkpoint, write it in another format.
 
     Args:
-        options: what the parser has made of the command line.
+        options: what the parser has made of the command line, with the options of `add_options`.
 
     Raises:
         PlanError: the checkpoint or the folder ``--like`` does not exist, what is to be written
@@ -92,11 +92,11 @@ def _of_network(state: Mapping[str, Any], network: str | None) -> dict[str, Any]
 
     Args:
         state: the state dict of the LightningModule.
-        network: dotted name of the network in it; empty: the whole LightningModule; ``None``: the
-            only submodule with weights.
+        network: dotted name of the network in the LightningModule; empty: the whole
+            LightningModule; ``None``: its only submodule with weights.
 
     Returns:
-        The values by their names in the network.
+        The values (weights, possibly not read yet) by their names in the network.
 
     Raises:
         PlanError: no weights have this name, or several submodules have weights.

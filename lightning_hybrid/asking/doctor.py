@@ -69,7 +69,8 @@ class Checkup:
 
     Attributes:
         facts: what was found on each rank, by rank.
-        pairs: measurements between pairs of ranks; with many ranks not of all pairs.
+        pairs: measurements between pairs of ranks, sorted by ranks; with many ranks not of all
+            pairs.
         all_reduce_s: seconds of an all-reduce of 8 MiB over all ranks; None: there is one rank.
     """
 
@@ -83,7 +84,7 @@ class Checkup:
         return [fact.device.host for fact in self.facts]
 
     def disagreements(self) -> list[str]:
-        """Lines of text for the user on what differs between ranks and should not."""
+        """List what differs between ranks and should not, as lines for the user; empty: nothing."""
         lines = []
         for name, value in self.facts[0].versions.items():
             for rank, fact in enumerate(self.facts):
@@ -217,7 +218,7 @@ def _together(rank: int, count: int, device: torch.device) -> Checkup | None:
 
 
 def _pairs(hosts: list[str]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks to measure; see `_ALL_PAIRS`.
+    """Return the pairs of ranks to measure, in order, the smaller rank first; see `_ALL_PAIRS`.
 
     Args:
         hosts: name of the host of each rank, by rank.

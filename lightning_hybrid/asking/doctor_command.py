@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     this machine as ranks, and waits for them.
 
     Args:
-        options: what the parser has made of the command line.
+        options: what the parser has made of the command line, with the options of `add_options`.
 
     Raises:
         PlanError: the processes do not find each other, or the file cannot be written.
@@ -67,10 +67,10 @@ def _start(count: int, out: str | None) -> None:
 
     Args:
         count: number of processes.
-        out: value of the option ``--out``.
+        out: value of the option ``--out``, a path; None: nothing is written.
 
     Raises:
-        PlanError: one of the processes has failed.
+        PlanError: a process has failed.
     """
     # port 0 makes the system choose a free one
     with socket.socket() as probe:

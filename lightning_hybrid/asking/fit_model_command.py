@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     """Run `lightning-hybrid fit-model`: fit a performance model to tables of runs, and print it.
 
     Args:
-        options: what the parser has made of the command line.
+        options: what the parser has made of the command line, with the options of `add_options`.
 
     Raises:
         PlanError: a table cannot be read, or the runs do not determine the constants of the model.
@@ -86,9 +86,9 @@ def _held_out(
     """Cross-validate the model, and return a sentence on its error on runs that it has not seen.
 
     Args:
-        rows: the measured runs.
+        rows: the measured runs: for each run its values, by name of the column.
         times: seconds of a step of each run.
-        names: the factors; runs in which all of them are equal are held out together.
+        names: names of the factors; runs in which all factors are equal are held out together.
         fit_to: function that fits a model to runs and their seconds.
     """
 
@@ -121,6 +121,9 @@ def _read(paths: Sequence[str]) -> list[MeasuredRun]:
 
     Args:
         paths: the CSV files.
+
+    Returns:
+        For each line, which is a run, its numbers by name of the column.
 
     Raises:
         PlanError: a file cannot be read, has no lines, or a column has numbers and other values.

@@ -32,9 +32,9 @@ def capture_call(
     So modules and tensors may be on the `meta` device.
 
     Args:
-        network: the network.
+        network: the network, in the mode (training or not) of the call.
         args: positional arguments of the call.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of the call.
 
     Returns:
         The graph, and the input tensors of the call in the order in which the graph takes them.
@@ -84,12 +84,13 @@ def counted_parts(
 ) -> CostsOf:
     """Make a function that computes costs of partitions from counted FLOPs; the network never runs.
 
-    Times and sizes are taken to be proportional to the size of a micro-batch, and a backward to
-    take as long as two forwards. The optimizer step is not counted.
+    It is for `plan` and `simulate` without ``--measure``. Times and sizes are taken to be
+    proportional to the size of a micro-batch, and a backward to take as long as two forwards. The
+    optimizer step is not counted.
 
     Args:
-        graph: graph of the network, as captured from a call.
-        partitions: partitions of the graph.
+        graph: graph of the network, from `capture_call`.
+        partitions: all partitions of the graph, in order.
         flops_per_s: FLOP/s of the device.
         state_bytes: bytes of optimizer state, by name of the parameter.
         divides_states: whether replicas divide the optimizer state.
@@ -119,11 +120,12 @@ def measured_parts(
 ) -> CostsOf:
     """Make a function that measures the costs of partitions by running them on a device.
 
-    The time of the optimizer step is that of a typical optimizer (`update_s_per_byte`).
+    It is for `plan` and `simulate` with ``--measure``. The time of the optimizer step is that of a
+    typical optimizer (`update_s_per_byte`), which is measured at once.
 
     Args:
-        graph: graph of the network.
-        partitions: partitions of the graph.
+        graph: graph of the network, from `capture_call`.
+        partitions: all partitions of the graph, in order.
         leaves: input tensors of a call with a whole batch, as `capture_call` returns them.
         device: device to measure on.
         state_bytes: bytes of optimizer state, by name of the parameter.
@@ -131,7 +133,7 @@ def measured_parts(
 
     Returns:
         A function from the number of samples of a micro-batch to the costs of all partitions. It
-        measures once for each number.
+        measures in the first call with each number, or reads the cache of profiles.
     """
     batch = graph.batch_of(leaves) or 1
     rate_s = update_s_per_byte(device)

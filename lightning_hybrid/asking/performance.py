@@ -95,10 +95,10 @@ class PerformanceModel:
         return float(self.mean_s * (self.constant + sum(parts[:count]) * np.prod(parts[count:])))
 
     def error_on(self, runs: Sequence[Mapping[str, float]], times_s: Sequence[float]) -> float:
-        """Compute the mean absolute relative error of predictions, such as for runs not fitted to.
+        """Compute the mean absolute relative error of predictions, for instance for other runs.
 
         Args:
-            runs: the values of the factors of each run, by name.
+            runs: for each run the values of all factors, by name.
             times_s: measured seconds of a step of each run.
 
         Raises:
@@ -176,16 +176,17 @@ def fit(
 
     Args:
         runs: Values of the factors of each run, by name; all more than 0.
-        times_s: Measured seconds of each run.
-        intrinsic: Names of the intrinsic factors.
+        times_s: Measured seconds of a step of each run.
+        intrinsic: Names of the intrinsic factors, one at least.
         extrinsic: Names of the extrinsic factors.
         strength: Weight of the regulariser; 0: none.
         generations: Most generations of the differential evolution; a local search follows.
         seed: Seed of the differential evolution.
 
     Raises:
-        PlanError: there are fewer runs than constants, a factor is missing, not positive, or the
-            same in all runs, or a time is not positive.
+        PlanError: there are fewer runs than constants of the model; a factor is missing, not
+            positive, or the same in all runs; a time is not positive; or there is not one time for
+            each run.
     """
     names = [*intrinsic, *extrinsic]
     if len(times_s) != len(runs):
@@ -302,7 +303,7 @@ def _table(runs: Sequence[Mapping[str, float]], names: Sequence[str]) -> Floats:
     """Make an array of the factors of runs, with a row per run and a column per name.
 
     Args:
-        runs: the values of the factors of each run, by name.
+        runs: for each run the values of its factors, by name; other values may be among them.
         names: names of the factors to take.
 
     Raises:

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     """Run `lightning-hybrid plan`: find the fastest plan for a network on a cluster, and print it.
 
     Args:
-        options: what the parser has made of the command line.
+        options: what the parser has made of the command line, with the options of `add_options`.
 
     Raises:
         PlanError: the network, the cluster or the number of devices is refused, or nothing fits.
@@ -89,7 +89,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _alone(study: Study, best: Shape) -> list[str]:
-    """A line for the user if one device alone is faster than the best shape; else no line."""
+    """Return a line for the user if a single device is faster than the best shape; else no line.
+
+    Args:
+        study: the study.
+        best: the best shape.
+
+    Returns:
+        A list of one line, or an empty list.
+    """
     if study.speed_up(best) > 1 or len(best.arrangement.used) == 1:
         return []
     alone = next((shape for shape in study.shapes(1) if shape.fits), None)
@@ -97,7 +105,16 @@ def _alone(study: Study, best: Shape) -> list[str]:
 
 
 def _by_itself(shapes: Sequence[Shape], best: Shape) -> list[str]:
-    """A line on the shape that the Trainer takes if no sizes are given, unless it is the best."""
+    """Return a line on the shape that the Trainer takes if the user gives no sizes.
+
+    Args:
+        shapes: all shapes, the best first.
+        best: the best shape.
+
+    Returns:
+        A list of one line; empty if the Trainer takes the best shape, or if no shape that it may
+        take fits.
+    """
     plain = [shape for shape in shapes if shape.plain and shape.fits]
     if best.plain or not plain:
         return []
@@ -109,12 +126,15 @@ def _by_itself(shapes: Sequence[Shape], best: Shape) -> list[str]:
 
 
 def _left_out(study: Study, used: Sequence[int], count: int) -> list[str]:
-    """A line for the user if the best shape leaves out devices that are too slow; else no line.
+    """Return a line for the user if the best shape leaves out devices that are too slow.
 
     Args:
         study: the study.
         used: indices of the cluster's devices that the best shape uses.
-        count: number of devices that it was allowed to use, the first ones of the cluster.
+        count: number of devices that it was allowed to use, the first devices of the cluster.
+
+    Returns:
+        A list of one line, or an empty list.
     """
     left = [k for k in range(count) if k not in used]
     if not left:
@@ -132,8 +152,8 @@ def _count(asked: int | None, study: Study) -> int:
     """Return the number of devices to plan for.
 
     Args:
-        asked: value of the option ``--devices``; ``None``: that of the Trainer in the user's
-            configuration, or if there is none all devices of the cluster.
+        asked: value of the option ``--devices``; ``None``: the number that the Trainer has in the
+            user's configuration (on all nodes), or if it has none, all devices of the cluster.
         study: the study.
 
     Raises:
@@ -150,15 +170,18 @@ def _count(asked: int | None, study: Study) -> int:
 
 
 def _rows(study: Study, shapes: Sequence[Shape]) -> list[dict[str, str]]:
-    """Make the rows of the table of shapes: the fastest of each kind, by column name.
+    """Make the rows of the table of shapes: the fastest shape of each kind.
 
     Shapes are of one kind if they have equal numbers of replicas, of stages, and of stages per
-    device, and both have equal or both unequal replicas. Samples of unequal replicas stand beside
-    the number of replicas.
+    device, and if in both or in neither the replicas take equal numbers of samples. Unequal numbers
+    of samples stand beside the number of replicas.
 
     Args:
         study: the study.
         shapes: shapes, the fastest first.
+
+    Returns:
+        For each row its cells, by name of the column; at most `_SHOWN` rows.
     """
     seen: dict[tuple[object, ...], Shape] = {}
     for shape in shapes:
@@ -188,13 +211,17 @@ def _memory(shape: Shape) -> str:
 
 
 def _replicas(plans: Sequence[Plan], cluster: ClusterDescription) -> list[dict[str, str]]:
-    """Make the rows of the table of replicas, by column name; none if replicas take equal shares.
+    """Make the rows of the table of replicas, for replicas that take unequal shares.
 
-    A row says how many samples a replica takes, and what memory its stages need.
+    A row says how many samples a replica takes, how long its step is, and what memory its stages
+    need.
 
     Args:
-        plans: the plan as each replica runs it.
+        plans: for each replica the plan as it runs it.
         cluster: the devices that are used, replica by replica.
+
+    Returns:
+        For each replica its cells, by name of the column; empty if all take equal shares.
     """
     size = plans[0].devices_per_replica
     lines = []
@@ -211,8 +238,11 @@ def with_limits(plans: Sequence[Plan], cluster: ClusterDescription) -> Plan:
     """Return the plan as its slowest replica runs it, with the memory of each stage's fullest rank.
 
     Args:
-        plans: the plan as each replica runs it.
+        plans: for each replica the plan as it runs it.
         cluster: the devices that are used, replica by replica.
+
+    Returns:
+        The plan, with `peak_bytes` and `limit_bytes` in its rows; if memory is not known, as it is.
     """
     plan, limits = max(plans, key=lambda plan: plan.step_s), cluster.memory_limits
     if limits is None or any(row.memory_bytes is None for row in plan.rows):

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     """Run `lightning-hybrid simulate`: print the predicted speed-up for each number of devices.
 
     Args:
-        options: what the parser has made of the command line.
+        options: what the parser has made of the command line, with the options of `add_options`.
 
     Raises:
         PlanError: the network or the cluster is refused, or the network fits on no number of
@@ -62,7 +62,11 @@ def _row(study: Study, number: int, shapes: list[Shape]) -> list[str]:
     Args:
         study: the study.
         number: number of devices.
-        shapes: the shapes that fit on so many devices, the fastest first.
+        shapes: the shapes that fit on so many devices, the fastest first; empty: none fits.
+
+    Returns:
+        The cells in the order of the columns: the number of devices; the speed-up of the fastest
+        shape of each of `_KINDS`; samples per second, efficiency and text of the fastest shape.
     """
     firsts = [next(filter(is_of, shapes), None) for is_of in _KINDS.values()]
     cells = [str(number), *("-" if s is None else f"{study.speed_up(s):.2f}" for s in firsts)]
@@ -77,7 +81,7 @@ def _answer(study: Study, best: Mapping[int, Shape], wanted: float) -> str:
 
     Args:
         study: the study.
-        best: by number of devices, in ascending order, the fastest shape.
+        best: by number of devices, in ascending order, the fastest shape that fits.
         wanted: the speed-up over one device.
     """
     for count, shape in best.items():

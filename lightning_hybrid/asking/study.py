@@ -60,10 +60,10 @@ class Study:
     def shapes(self, devices: int) -> list[Shape]:
         """Return all shapes for the first devices of the cluster, the best first; see `Shape`.
 
-        Shapes that do not fit are among them, last.
+        Shapes that do not fit into memory come last. A call may measure the network.
 
         Args:
-            devices: number of devices.
+            devices: number of devices; the first devices of the cluster are taken.
         """
         asked = ShapeRequest(
             settings=PlanSettings(schedule=AUTO),
@@ -82,7 +82,11 @@ class Study:
         return min(shape.step_s for shape in self.shapes(1))
 
     def speed_up(self, shape: Shape) -> float:
-        """Samples per second of a shape, divided by those of the first device alone (Eq. 14)."""
+        """Samples per second of a shape, divided by those of the first device alone (Eq. 14).
+
+        Args:
+            shape: a shape from `shapes`.
+        """
         return speedup(self.one_device_s / self.batch, 1 / shape.samples_per_s)
 
 

@@ -73,7 +73,8 @@ def read_target(options: argparse.Namespace) -> Target:
         options: what the parser has made of the options of `add_target_options`.
 
     Raises:
-        PlanError: they name none, or it does not exist.
+        PlanError: the options name no network, or the network, its configuration or the type of an
+            input does not exist.
     """
     # so that the user's modules can be imported, as with `python -m`
     sys.path.insert(0, str(Path.cwd()))
@@ -103,7 +104,8 @@ def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
         target: the network.
 
     Returns:
-        The graph, and the input tensors of the call.
+        The graph (a `NetworkGraph`), and the input tensors of the call in the order in which the
+        graph takes them.
 
     Raises:
         PlanError: the network cannot be made, called or captured.
@@ -124,13 +126,14 @@ def call_on_paper(target: Target) -> tuple[Any, list[Tensor]]:
 def call_for_real(target: Target) -> tuple[Any, list[Tensor]]:
     """Capture a call in training mode of a network that is made in memory, on the CPU.
 
-    So it can be measured.
+    So its partitions can be run and measured.
 
     Args:
         target: the network.
 
     Returns:
-        The graph, and the input tensors of the call.
+        The graph (a `NetworkGraph`), and the input tensors of the call in the order in which the
+        graph takes them.
 
     Raises:
         PlanError: the network cannot be made, called or captured.
@@ -190,10 +193,11 @@ def _maker(text: str) -> Callable[[], nn.Module]:
 
     Args:
         text: ``module:name``, with arguments or without; the name is of a class or function that
-            makes a network, or of a network.
+            makes a network, or of a network that exists already.
 
     Raises:
-        PlanError: there is nothing of that name, or it makes no network.
+        PlanError: there is nothing of that name, or it is neither of these. (The function that is
+            returned raises it if what it makes is no network.)
     """
     module, _, call = text.partition(":")
     if not call:
@@ -216,14 +220,17 @@ def _network(made: Any, name: str) -> nn.Module:
 
 
 def _call(text: str, where: str) -> tuple[str, dict[str, Any]]:
-    """Parse `Name` or `Name(key=value)` into the name and the keyword arguments.
+    """Parse `Name` or `Name(key=value)`, whose values are Python literals.
 
     Args:
         text: the text.
         where: where the user has written it, for the error.
 
+    Returns:
+        The name; and the keyword arguments by name, empty for a name alone.
+
     Raises:
-        PlanError: it is neither.
+        PlanError: the text has another form.
     """
     try:
         node = ast.parse(text.strip(), mode="eval").body
@@ -270,15 +277,15 @@ def _arguments(
     """Make arguments for a call of a network: zeros of the shapes and types that it wants.
 
     Args:
-        target: says the inputs; see `Target.inputs`.
-        network: the network, for its `example_input_array`.
+        target: the network as the user has named it, with the wanted inputs (`Target.inputs`).
+        network: the network that was made; its `example_input_array` is used if `target` has none.
         device: device for the tensors.
 
     Returns:
-        Positional and keyword arguments.
+        The positional arguments, and the keyword arguments by name.
 
     Raises:
-        PlanError: neither the user nor the network says its inputs.
+        PlanError: neither the user nor the network says what the inputs are.
     """
 
     def like(value: Tensor) -> Tensor:
@@ -314,9 +321,14 @@ def _with_class(section: Any, network: str | None, where: str) -> dict[str, Any]
     """Return a section of a configuration with a `class_path`, added if there is none.
 
     Args:
-        section: the section.
-        network: the class that the user has named on the command line, to be added.
+        section: the section as YAML gives it: a dictionary with `class_path` and possibly
+            `init_args`, or with the arguments alone; None: it is empty.
+        network: the class that the user has named on the command line, as `module:Name`; it is
+            taken if the section has none. None: no class was named.
         where: name of the section, for the error.
+
+    Returns:
+        The section as a dictionary with `class_path`, and with `init_args` if it has arguments.
 
     Raises:
         PlanError: there is no `class_path`, and no class was named.
@@ -338,6 +350,9 @@ def _instance(value: Any, where: str) -> Any:
         value: a section with `class_path` and `init_args`, of which an object is made; a list or
             dict, which may have such sections inside; or any other value, which is returned.
         where: name of the section, for the error.
+
+    Returns:
+        The value, with an object in place of each section.
 
     Raises:
         PlanError: a class does not exist, or does not take these arguments.

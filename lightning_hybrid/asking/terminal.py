@@ -29,7 +29,15 @@ def show_table(
     rows: Iterable[Iterable[str]],
     left: Sequence[str] = (),
 ) -> None:
-    """Print a table; the columns named in `left` are aligned left, all others right."""
+    """Print a table.
+
+    Args:
+        console: where to print.
+        title: text above the table.
+        columns: names of the columns.
+        rows: for each row the text of its cells, in the order of the columns.
+        left: names of the columns that are aligned left; all others are aligned right.
+    """
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
@@ -39,12 +47,12 @@ def show_table(
 
 
 def write(path: str, text: str, what: str) -> None:
-    """Write a text to a file, and print that it was written.
+    """Write a text to a file, in place of one that is there, and print that it was written.
 
     Args:
-        path: the file.
+        path: path of the file.
         text: the text.
-        what: what the text is, for the message.
+        what: what the text is, for the message, such as `plan`.
 
     Raises:
         PlanError: the file cannot be written.

@@ -103,12 +103,18 @@ class Arrangement:
 
     @property
     def chain(self) -> list[int]:
-        """For each stage its device, by index in the replica; only for stages without copies."""
+        """For each stage its device, by index in the replica: 1, 2, ... and 0, the driver's.
+
+        A loop passes the devices in this order several times. Only for stages without copies.
+        """
         return [*range(1, self.size), 0] * self.turns
 
 
 class Arrangements:
     """All arrangements of a network on a cluster: their costs, and moves for `allocation.evolve`.
+
+    The methods call an arrangement `genes`. Those that predict a time need one with cuts (`ends`).
+    Results are remembered.
 
     Args:
         costs_of: function from samples per micro-batch to the costs of the network's partitions.
@@ -167,15 +173,15 @@ class Arrangements:
         )
 
     def _cost(self, genes: Arrangement) -> float:
-        """Predicted seconds per sample; infinite if a device lacks memory for its stages."""
+        """Predicted seconds of a step per sample of all replicas; infinite: memory is lacking."""
         return self.timed(genes)[0] / (genes.replicas * self.batch)
 
     def timed(self, genes: Arrangement) -> tuple[float, tuple[int, ...]]:
         """Predict the step of an arrangement, with equal or unequal shares, whichever is faster.
 
         Returns:
-            Seconds of a step; and the samples that each replica takes, empty if all take equal
-            numbers.
+            Seconds of a step, infinite if a device lacks memory for its stages; and the samples
+            that each replica takes, empty if all take equal numbers.
         """
         step_s = self.equal_s(genes)
         if genes.has_copies or max(self.kinds(genes.used, genes.size)) == 0 or self.batch == 1:
@@ -184,20 +190,30 @@ class Arrangements:
         return (unequal_s, shares) if unequal_s < step_s and len(set(shares)) > 1 else (step_s, ())
 
     def equal_s(self, genes: Arrangement) -> float:
-        """Predicted seconds of a step if all replicas take equal numbers of samples."""
+        """Predicted seconds of a step if all replicas take equal numbers of samples.
+
+        Infinite if a device lacks memory for its stages, or if a stage with copies shares a weight.
+        """
         if genes.has_copies:
             copied = self.copied(genes.used, genes.copies, genes.microbatches)
             return copied.step_time_s(genes.ends)
         return self.whole(genes).step_time_s(genes.ends, genes.chain)
 
     def whole(self, genes: Arrangement) -> StepProblem:
-        """The step problem of the chain of the slowest devices: by stage, over all replicas."""
+        """Make the step problem of a replica that takes an equal share of the samples.
+
+        Its device k is as slow, and has as little memory, as the worst device k of any replica.
+        Copies are not considered: each device counts as one of the chain.
+        """
         return self.problem(
             *(genes.used, genes.size, genes.microbatches, self.way(genes), self.batch, None)
         )
 
     def way(self, genes: Arrangement) -> ChainSizes:
-        """The sizes by which the memory of an arrangement's partitions is predicted."""
+        """Make the sizes by which the memory of an arrangement's partitions is predicted.
+
+        In them each device counts as one stage, in loops and with copies too.
+        """
         return ChainSizes(
             stages=genes.size,
             microbatches=genes.microbatches,
@@ -206,16 +222,24 @@ class Arrangements:
         )
 
     def _kinds(self, used: tuple[int, ...], size: int) -> list[int]:
-        """Number the replicas by kind: those with equal devices in equal order are of one kind."""
+        """Number the replicas by kind: those with equal devices in equal order are of one kind.
+
+        Args:
+            used: numbers of the devices that are used, replica by replica.
+            size: number of devices of a replica.
+
+        Returns:
+            For each replica the number of its kind, from 0 in the order of appearance.
+        """
         specs, known = self._picked(used).devices, dict[Any, int]()
         chains = [specs[k : k + size] for k in range(0, len(specs), size)]
         return [known.setdefault(chain, len(known)) for chain in chains]
 
     def _by_speed(self, genes: Arrangement) -> tuple[tuple[int, ...], float]:
-        """Search for the shares of the replicas with the shortest step.
+        """Search for the shares of the replicas with the shortest step; for stages without copies.
 
         The time of a replica grows with its share. So shares are best if no sample of the slowest
-        replica would end sooner in another one.
+        replica would end sooner in another replica.
 
         Returns:
             The samples that each replica takes, and the predicted seconds of a step with these
@@ -251,29 +275,38 @@ class Arrangements:
                 then_s[replica] = time_s(replica, shares[replica] + 1)
 
     def rates(self, genes: Arrangement) -> list[float]:
-        """Speed of each replica, relative to one made of the slowest device of every stage."""
+        """For each replica its speed, relative to that of a replica made of the slowest devices.
+
+        That replica has at place k the slowest of the devices that are at place k in any replica.
+        """
         speeds, size = self._picked(genes.used).relative_speeds, genes.size
         slowest = [min(speeds[k::size]) for k in range(size)]
         chains = [speeds[k : k + size] for k in range(0, len(speeds), size)]
         return [min(map(truediv, chain, slowest)) for chain in chains]
 
     def dealt_s(self, genes: Arrangement, shares: Sequence[int]) -> float:
-        """Predicted seconds of a step in which replica r takes ``shares[r]`` samples."""
+        """Predicted seconds of a step in which replica r takes ``shares[r]`` samples.
+
+        Only for stages without copies; infinite if a device lacks memory for its stages.
+        """
         mine = (self.of_replica(genes, share, r) for r, share in enumerate(shares))
         return max(each.step_time_s(genes.ends, genes.chain) for each in mine)
 
     def of_replica(self, genes: Arrangement, share: int, replica: int) -> StepProblem:
-        """The step problem of one replica, which takes `share` samples in a step."""
+        """Make the step problem of replica number `replica`, which takes `share` samples a step.
+
+        Speeds and memory are those of its own devices; links are the slowest of all replicas.
+        """
         return self.problem(
             *(genes.used, genes.size, genes.microbatches, self.way(genes), share, replica)
         )
 
     def bubble(self, genes: Arrangement, step_s: float, shares: Sequence[int]) -> float:
-        """The share of the time of this arrangement's step in which its devices do not compute.
+        """The fraction of a step's time in which the devices of an arrangement do not compute.
 
         Args:
             genes: the arrangement.
-            step_s: seconds of its step.
+            step_s: seconds of its step; if they are 0, the result is 0.
             shares: samples that each replica takes; empty: all take equal numbers.
         """
         table = self.costs(genes.microbatches)
@@ -355,7 +388,7 @@ class Arrangements:
         return changed if changed is not None and self._may_be(changed) else genes
 
     def random(self, rng: RandomGenerator) -> Arrangement:
-        """Make a random arrangement with balanced cuts."""
+        """Make a random arrangement with balanced cuts, without recomputation."""
         count = len(self.cluster.devices)
         while True:
             stages = int(rng.integers(1, min(count, self.partitions) + 1))
@@ -379,7 +412,7 @@ class Arrangements:
                 return found
 
     def cross(self, left: Arrangement, right: Arrangement, rng: RandomGenerator) -> Arrangement:
-        """Put the shape of `left` on the devices of `right`, with its own cuts or balanced ones.
+        """Put the shape of `left` on the devices of `right`, with cuts of `left` or balanced cuts.
 
         Returns:
             The new arrangement; or `left`, if it is not possible.
@@ -440,12 +473,12 @@ class Arrangements:
     def laid(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
         """A random move: the replicas and stages on other devices, with new cuts.
 
-        The devices are the fastest ones (70 %) or any. They are dealt to one stage after the other,
-        over all replicas, in random order, by number, or as they were drawn (the fastest first).
-        The number of micro-batches is drawn anew in 30 %.
+        The devices are the fastest ones (with probability 0.7) or random ones. One stage after the
+        other gets its devices in all replicas, from a list that is in random order, by number, or
+        as drawn (the fastest first). With probability 0.3 the number of micro-batches is drawn too.
 
         Returns:
-            The arrangement; ``None``: :meth:`recut` finds no cuts.
+            The arrangement; None: :meth:`recut` finds no cuts.
         """
         speeds, size = self.cluster.relative_speeds, genes.size
         devices = rng.permutation(len(genes.devices)).tolist()
@@ -472,7 +505,13 @@ class Arrangements:
         return self.recut(replace(genes, devices=(*order, *spare), microbatches=slices))
 
     def shapes(self) -> Iterator[Arrangement]:
-        """Make every shape once: on the fastest devices, with the most micro-batches possible."""
+        """Make every shape once, with balanced cuts and without recomputation.
+
+        A shape here is a number of replicas, copies of each stage and stages per device.
+
+        Yields:
+            Each shape on the fastest devices, with the most micro-batches that are possible.
+        """
         speeds, count = self.cluster.relative_speeds, len(self.cluster.devices)
         devices = tuple(sorted(range(count), key=lambda device: -speeds[device]))
         for size in range(1, min(count, self.partitions) + 1):
@@ -489,13 +528,16 @@ class Arrangements:
                             break
 
     def recut(self, genes: Arrangement) -> Arrangement | None:
-        """Give an arrangement balanced cuts.
+        """Give an arrangement balanced cuts, and seat the driver (:meth:`seated`).
+
+        Cuts that do not fit into memory are made only if none are found that fit.
 
         Loops need several stages without copies, and recomputation also several micro-batches and
         no loop; an arrangement that lacks this gets one stage per device, or no recomputation.
 
         Returns:
-            The arrangement; None: it has too few devices or partitions, or no cuts are found.
+            The arrangement; None: it needs more devices or partitions than there are, or may not
+            have its copies, or no cuts are found.
         """
         chain = max(genes.copies) == 1 < genes.size
         genes = replace(genes, turns=genes.turns if chain else 1)
@@ -549,6 +591,9 @@ class Arrangements:
         One of the two devices may be unused. A stage is as slow as its slowest device in all
         replicas, so a single device gains little elsewhere; places that are exchanged in all
         replicas keep their devices together, and take their numbers of partitions along.
+
+        Returns:
+            The changed arrangement; None: there is one device, or no cuts are found.
         """
         if len(genes.devices) < 2:
             return None
@@ -571,11 +616,21 @@ class Arrangements:
         return self._cut_or_not(replace(genes, devices=tuple(devices)), rng)
 
     def _cut_or_not(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """Keep the cuts or make balanced ones, at random; None: no balanced ones are found."""
+        """After a change of devices, make balanced cuts or keep the cuts, at random.
+
+        Returns:
+            The arrangement, with the driver seated; None: no balanced cuts are found.
+        """
         return self.recut(genes) if rng.random() < 0.5 else self.seated(genes)
 
     def _sliced(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """A random move: micro-batches one size up or down, or recomputation on or off."""
+        """A random move: the next larger or smaller number of micro-batches; or recomputation.
+
+        With probability 0.2 recomputation is switched on or off.
+
+        Returns:
+            The changed arrangement; None: the change is not possible.
+        """
         slices, recompute = genes.microbatches, genes.recompute
         if rng.random() < 0.2:
             recompute = not recompute
@@ -589,7 +644,11 @@ class Arrangements:
         return self.recut(changed) if rng.random() < 0.5 else changed
 
     def _sized(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """A random move: add or remove a copy of a stage, or a stage, in all replicas."""
+        """A random move: add or remove a copy of a stage, or a stage, in all replicas.
+
+        Returns:
+            The changed arrangement; None: the change is not possible.
+        """
         copies, kind = list(genes.copies), int(rng.integers(4))
         place = int(rng.integers(len(copies)))
         if kind == 0:
@@ -605,9 +664,12 @@ class Arrangements:
         return self.recut(replace(genes, copies=tuple(copies)))
 
     def _divided(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """A random move: one replica more or less; or two become one, or one becomes two.
+        """A random move: add or remove a replica, join replicas in pairs, or split each in two.
 
-        Where replicas are joined or split, the number of stages of a replica is doubled or halved.
+        A replica that two were joined into has twice as many stages; a half has half as many.
+
+        Returns:
+            The changed arrangement; None: the change is not possible.
         """
         kind, stages = int(rng.integers(4)), len(genes.copies)
         if kind < 2:
@@ -624,7 +686,11 @@ class Arrangements:
         return self.recut(changed)
 
     def _turned(self, genes: Arrangement, rng: RandomGenerator) -> Arrangement | None:
-        """A random move: one stage more or less on each device of a loop."""
+        """A random move: one stage more or less on each device, which makes or changes a loop.
+
+        Returns:
+            The changed arrangement; None: the change is not possible.
+        """
         turns = genes.turns + (1 if rng.random() < 0.5 else -1)
         if genes.has_copies or genes.size == 1 or not 1 <= turns <= MOST_TURNS:
             return None
@@ -640,8 +706,8 @@ def improve(space: Arrangements, seeds: Sequence[Arrangement], seed: int = 0) ->
         seed: seed of the random numbers.
 
     Returns:
-        The best arrangement found, which is no worse than any of `seeds`; None: none fits into
-        memory.
+        The best arrangement found, which is no worse than any of `seeds`; None: no arrangement was
+        found that fits into memory.
     """
     count = len(space.cluster.devices)
     evaluations = max(500, min(_WORK // count, _EACH * count * space.partitions))
@@ -684,7 +750,8 @@ def starts_of(
 def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
     """Make up to three variants of each arrangement, all with balanced cuts.
 
-    They are: the same devices; replicas of about equal speed; stages of about equal speed.
+    The variants are: the same order of devices; stages of which each has devices of about equal
+    speed in all replicas; and replicas of about equal total speed.
     """
     orders = (move(genes) for genes in found for move in (space.recut, space.across, space.alike))
     return [genes for genes in orders if genes is not None]
@@ -700,6 +767,9 @@ def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arr
         space: arrangements of the network.
         count: number of random shapes, if the cluster is too large to try every shape.
         rng: random numbers.
+
+    Returns:
+        At most ``2 * _STARTS`` arrangements, the best first, each of another shape.
     """
     if len(space.cluster.devices) <= _ALL_SHAPES:
         shapes = [*space.shapes()]
@@ -715,7 +785,11 @@ def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arr
 
 
 def _best(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
-    """Keep the best arrangement of each shape; the result is sorted, the best first."""
+    """Keep the best arrangement of each shape; the result is sorted, the best first.
+
+    Of one shape are those with equal numbers of replicas, copies of each stage and stages per
+    device.
+    """
     shapes: dict[object, Arrangement] = {}
     for genes in sorted(found, key=space.cost):
         shapes.setdefault((genes.replicas, genes.copies, genes.turns), genes)

@@ -22,6 +22,9 @@ may end at a cut that fewer bytes cross."""
 def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | None:
     """Cut a network into runs of consecutive partitions, one for each entry of a list of devices.
 
+    Each run is a stage. Of the cuts that are tried those with the shortest fill-drain step are
+    taken.
+
     Args:
         problem: The partitions and devices.
         order: Device of each run, by index in the replica; a device may occur several times, but
@@ -58,7 +61,12 @@ def balanced_ends(problem: StepProblem, order: Sequence[int]) -> list[int] | Non
 
 
 class _Packing:
-    """Fills runs one after the other with as many partitions as a time limit and memory allow."""
+    """Fills runs one after the other with as many partitions as a time limit and memory allow.
+
+    Args:
+        problem: The partitions and devices.
+        order: Device of each run, by index in the replica.
+    """
 
     def __init__(self, problem: StepProblem, order: Sequence[int]) -> None:
         self.problem = problem
@@ -74,7 +82,11 @@ class _Packing:
         self.dearest = max(problem.table.cut_bytes, default=0.0) * max(self.rates, default=0.0)
 
     def ends(self, limit_s: float) -> list[int] | None:
-        """Fill the runs so that each, and each message between two, takes at most `limit_s`.
+        """Fill the runs under a time limit.
+
+        Args:
+            limit_s: Most seconds that a micro-batch may take in a run (forward and backward), and
+                that its activations and gradients may take between two runs.
 
         Returns:
             For each run the number after its last partition; None: the runs cannot hold all

@@ -21,7 +21,8 @@ class CalledNetwork:
         name: the network's dotted name in the LightningModule.
         graph: graph of the first call.
         partitions: partitions of the graph.
-        leaves: input tensors of that call, or of one of its micro-batches.
+        leaves: input tensors of that call, or of one of its micro-batches, as `NetworkGraph.bind`
+            gives them.
         known: costs of the partitions; None: `profile` measures them.
     """
 
@@ -32,7 +33,7 @@ class CalledNetwork:
     known: PartitionTable | None = None
 
     def profile(self, device: torch.device) -> PartitionTable:
-        """Get the costs of the partitions, without optimizer state.
+        """Get the costs of the partitions for a micro-batch of `leaves`, without optimizer state.
 
         They are `known`, or read from the cache on disk, or measured and written to that cache.
 
@@ -46,7 +47,9 @@ class CalledNetwork:
         return cached(measured, *known, device)
 
     def remembered(self, device: torch.device) -> "CalledNetwork":
-        """Make a copy that is profiled, and keeps the shapes of its input tensors alone.
+        """Make a copy for planning again later: with its profile, and without input values.
+
+        Its `leaves` are on the meta device, where tensors have shapes and no memory.
 
         Args:
             device: device to measure on, if the profile is not known.

@@ -75,11 +75,12 @@ def best_chain(problem: StepProblem, order: Sequence[int]) -> tuple[list[int], f
 def fair_ends(problem: StepProblem, devices: Sequence[int]) -> list[int]:
     """Cut a network so that each stage gets work in proportion to its device's speed.
 
-    Memory and messages are not considered.
+    Memory and messages are not considered. It is a start for searches.
 
     Args:
         problem: The partitions and devices.
-        devices: The device of each stage, by index in the replica.
+        devices: The device of each stage, by index in the replica; a device may occur several
+            times. There must be no more stages than partitions.
 
     Returns:
         For each stage its end, the number after its last partition.
@@ -163,7 +164,7 @@ class _Programme:
         return self.problem.step_time_s(ends, self.order)
 
     def run(self, limit_s: float, most: int | None) -> list[int] | None:
-        """Search for the best chain whose step takes less than `limit_s` seconds.
+        """Search for the chain with the shortest step, if that is less than `limit_s` seconds.
 
         Args:
             limit_s: The time that the chain must beat.
@@ -203,7 +204,16 @@ class _Programme:
         return ends
 
     def _furthest(self, device: int) -> Ints:
-        """For each first partition of a stage, the largest end that a device's memory allows."""
+        """For each first partition of a stage, the largest end that the device's memory allows.
+
+        An end is the number after the stage's last partition.
+
+        Args:
+            device: The device, by index in the replica.
+
+        Returns:
+            The ends by number of the first partition, shape (n + 1,).
+        """
         if self.held is None:
             return np.full(self.problem.n + 1, self.problem.n)
         return np.asarray((self.held <= self.problem.ceilings[device]).sum(axis=1) - 1)
@@ -230,8 +240,9 @@ class _Programme:
             most: Most labels to keep; None: all that are not superfluous.
 
         Returns:
-            The labels; for each label the end of the stage; and for each label the index, in
-            `after[end]`, of the label that it extends. None: there are no labels.
+            The labels, shape (k, 5); for each label the end of stage `stage`, shape (k,); and for
+            each label the index, in `after[end]`, of the label that it extends, shape (k,). None:
+            no label is left.
         """
         counts = [len(after[end]) for end in ends]
         end = np.repeat(np.asarray(ends), counts)
@@ -289,7 +300,7 @@ class _Programme:
         return result
 
     def _least_s(self, stage: int, start: int, labels: Floats) -> Floats:
-        """For each label of a state, a lower bound of the step that it can lead to, in seconds.
+        """For each label of a state, a lower bound in seconds of the step that it can lead to.
 
         For stage 0, which has no stages in front, it is the time of the step itself.
 
@@ -335,9 +346,11 @@ def _undominated(labels: Floats, more: int) -> Ints:
 def _beaten(labels: Floats, by: Floats, more: int) -> NDArray[np.bool_]:
     """Matrix of booleans: whether label i (row) is made superfluous by label j of `by` (column).
 
+    The module says when a label makes another one superfluous.
+
     Args:
         labels: Labels; a row has the numbers F, f, B, b, W of the module.
-        by: Labels that they are compared with.
+        by: Labels that they are compared with, in the same form.
         more: Number of micro-batches, less one.
     """
     d = by[None, :, :] - labels[:, None, :]

@@ -138,10 +138,13 @@ class ClusterDescription:
         return None if None in sizes else tuple(size or 0.0 for size in sizes)
 
     def level(self, devices: Iterable[int]) -> Level | None:
-        """Find the innermost level of links that joins some devices; None: it is a single device.
+        """Find the innermost level of links that joins some devices.
 
         Args:
             devices: numbers of the devices.
+
+        Returns:
+            The level; None: `devices` has fewer than two different numbers.
         """
         numbers = set(devices)
         if len(numbers) < 2:
@@ -152,7 +155,7 @@ class ClusterDescription:
         )
 
     def pick(self, numbers: Sequence[int]) -> Self:
-        """Make the description of a part of the cluster.
+        """Make the description of a part of the cluster; speeds keep their unit.
 
         Args:
             numbers: numbers of its devices, in the order that they get in the part.
@@ -168,7 +171,7 @@ class ClusterDescription:
         )
 
     def sparing(self, share: float) -> Self:
-        """Make a copy of the description in which each device has less memory.
+        """Make a copy of the description in which each device whose memory is known has less.
 
         Args:
             share: fraction of each device's memory that is taken away.
@@ -180,7 +183,7 @@ class ClusterDescription:
         return replace(self, devices=tuple(left))
 
     def take(self, count: int) -> Self:
-        """Make the description of the cluster's first `count` devices alone.
+        """Make the description of the cluster's first `count` devices alone; see `pick`.
 
         Raises:
             PlanError: `count` is less than 1, or the cluster has fewer devices.

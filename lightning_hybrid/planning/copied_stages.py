@@ -37,7 +37,7 @@ def devices_of_copies(copies: Sequence[int]) -> DevicesOfCopies:
         copies: by stage, its number of copies.
 
     Returns:
-        By stage, the devices of its copies.
+        By stage, the devices of its copies, by index in the replica.
     """
     ends = [*accumulate(copies, initial=1)]
     *stages, last = (tuple(range(a, b)) for a, b in pairwise(ends))
@@ -45,13 +45,15 @@ def devices_of_copies(copies: Sequence[int]) -> DevicesOfCopies:
 
 
 def of_slowest(values: Sequence[float], owners: DevicesOfCopies) -> list[float]:
-    """Take for each stage the least value of its devices; the last (driver's) stage comes first.
-
-    A chain without copies numbers its devices in this order.
+    """Take for each stage the least value of the devices that have its copies.
 
     Args:
         values: a number for each device of a replica, such as its speed or memory.
-        owners: by stage, the devices of its copies.
+        owners: by stage, the devices of its copies, from `devices_of_copies`.
+
+    Returns:
+        One value per stage, that of the last stage (the driver's) first: the order in which a chain
+        without copies numbers its devices.
     """
     least = [min(values[device] for device in devices) for devices in owners]
     return [least[-1], *least[:-1]]
@@ -91,7 +93,7 @@ class CopiedStages:
             )
 
     def stage_costs(self, ends: Sequence[int]) -> StepCosts:
-        """By stage, the times of its slowest copy.
+        """By stage, the times of its slowest copy, as those of a chain with a device per stage.
 
         Args:
             ends: for each stage the number after its last partition.
@@ -141,7 +143,13 @@ class CopiedStages:
         )
 
     def _weights_s(self, ends: Sequence[int]) -> float:
-        """Seconds in which the driver receives the weights of the last stage."""
+        """Seconds in which the driver receives the weights of the last stage, if it has copies.
+
+        The stage's first copy, which steps the optimizer, sends them once per step.
+
+        Args:
+            ends: for each stage the number after its last partition.
+        """
         first = devices_of_copies(self.copies)[-1][0]
         size = sum(self.chain.table.gradient_bytes[ends[-2] :])
         return size * self.links.seconds_per_byte[first][0] + self.links.latency_s[first][0]

@@ -28,7 +28,17 @@ def dealt_s(costs: DealtCosts, microbatches: int) -> float:
     arrived_s = [0.0] * microbatches
 
     def sent(stage: int, copy: int, link: tuple[float, float], ready_s: float) -> float:
-        """Send a message from a copy when its link is free; the second at which it arrives."""
+        """Send a message from a copy as soon as its link is free.
+
+        Args:
+            stage: number of the stage that sends.
+            copy: number of its copy that sends.
+            link: seconds for which the message occupies the link, and its latency in seconds.
+            ready_s: the second at which the message is ready.
+
+        Returns:
+            The second at which the message arrives.
+        """
         send_s, latency_s = link
         if send_s:  # a message that takes no time does not wait for earlier ones
             ready_s = max(ready_s, out_s[stage][copy])

@@ -35,7 +35,8 @@ def describe_device(device: torch.device, speed: tuple[float, float] = (0.0, 0.0
 
     Args:
         device: device of this process.
-        speed: result of `measure_speed`; zeros: not measured.
+        speed: units of work per second of wall-clock time and of the profiling clock, from
+            `measure_speed`; zeros: not measured.
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     on_cpu = device.type == "cpu"
@@ -83,6 +84,9 @@ def update_s_per_byte(device: torch.device) -> float:
 
     The optimizer is not known before a run: the result is about that of SGD with momentum, for
     parameters that are not in a cache.
+
+    Args:
+        device: device to measure on.
     """
     # larger than the caches of most CPUs
     parameters, gradients = (torch.zeros(2**22, device=device) for _ in range(2))
@@ -100,6 +104,11 @@ def _window(
     unit: Callable[[], object], clock: Callable[[], float], length_s: float
 ) -> tuple[float, float]:
     """Compute units of work for `length_s` seconds, and count them.
+
+    Args:
+        unit: function that computes one unit.
+        clock: the clock with which networks are profiled; reading it waits for the unit.
+        length_s: seconds of wall-clock time.
 
     Returns:
         Units per second of wall-clock time, and units per second of ``clock``.

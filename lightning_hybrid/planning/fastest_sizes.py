@@ -98,10 +98,10 @@ class ChosenSizes:
     """The chosen sizes, and alternatives.
 
     Attributes:
-        best: the sizes with the shortest time of a batch; one stage is preferred by
-            :data:`WORTHWHILE`.
-        others: for each other number of stages the best sizes, the fastest first; the times of much
-            slower ones are estimates.
+        best: the sizes with the shortest time of a batch. Replicas of one stage are preferred,
+            unless several stages take at most :data:`WORTHWHILE` of their time.
+        others: for each other number of stages the best sizes that fit into memory, the fastest
+            first; the times of much slower ones are estimates.
         alone_s: predicted seconds of a batch on a single device.
     """
 

@@ -18,7 +18,10 @@ DevicesOfPartitions = tuple[int, ...]
 
 
 class FreePlacements:
-    """The free placements of a `StepProblem`, as a search space for `allocation.evolve`."""
+    """The free placements of a `StepProblem`, as a search space for `allocation.evolve`.
+
+    Genes are a tuple with the device of each partition, by index in the replica.
+    """
 
     def __init__(self, problem: StepProblem) -> None:
         self.problem = problem
@@ -28,7 +31,10 @@ class FreePlacements:
         return self.problem.step_time_s(*runs(genes))
 
     def random(self, rng: np.random.Generator) -> DevicesOfPartitions:
-        """Make a random placement with one to three runs per device on average."""
+        """Make a random placement with one to three runs per device on average.
+
+        It fits into memory, unless none of 50 tries does.
+        """
         n, m = self.problem.n, self.problem.m
         count = int(rng.integers(m, min(n, 3 * m) + 1))
         # with little memory most random placements do not fit: try some here, since generations
@@ -77,7 +83,7 @@ class FreePlacements:
         return self._mended(np.repeat(devices, np.diff([0, *ends])).tolist(), rng)
 
     def _mended(self, genes: list[int], rng: np.random.Generator) -> DevicesOfPartitions:
-        """Put the last partition on device 0, and give every device without one a partition."""
+        """Put the last partition on device 0, and give each empty device a random partition."""
         # the driver computes the loss, so it must have the end of the network
         genes[-1] = 0
         missing = set(range(self.problem.m)) - set(genes)
@@ -91,8 +97,11 @@ class FreePlacements:
 def runs(genes: DevicesOfPartitions) -> tuple[list[int], list[int]]:
     """Find the runs of a placement: consecutive partitions on one device.
 
+    Args:
+        genes: the device of each partition.
+
     Returns:
-        For each run the number after its last partition; and for each run its device.
+        For each run its end, the number after its last partition; and for each run its device.
     """
     ends = [i for i, (a, b) in enumerate(pairwise(genes), 1) if a != b]
     return [*ends, len(genes)], [genes[i] for i in (0, *ends)]

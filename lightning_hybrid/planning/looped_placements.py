@@ -26,7 +26,8 @@ def best_loop(problem: StepProblem) -> tuple[list[int], list[int]]:
         problem: The partitions and devices.
 
     Returns:
-        For each stage its end, the number after its last partition; and for each stage its device.
+        For each stage its end, the number after its last partition; and for each stage its device,
+        by index in the replica.
 
     Raises:
         PlanError: there is one device only, or fewer than two partitions per device, or no cuts
@@ -62,7 +63,7 @@ def improved(ends: list[int], step_of: Callable[[Sequence[int]], float]) -> list
 
     Args:
         ends: For each stage its end, the number after its last partition.
-        step_of: Function from ends to the predicted seconds of a step.
+        step_of: Function from ends to the predicted seconds of a step; infinite: not possible.
 
     Returns:
         The improved ends.

@@ -94,7 +94,7 @@ def clock_of(device: torch.device) -> Clock:
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def dry() -> float:
-        """Wait until the device's queue is empty, then read the wall clock."""
+        """Wait until the device's queue is empty, then read the wall clock, in seconds."""
         torch.accelerator.synchronize(device)
         return time.perf_counter()
 
@@ -214,14 +214,15 @@ Times = tuple[float | Lapse, ...]
 
 
 def _medians(once: Callable[[], Times | None], repeats: int) -> list[float]:
-    """Call ``once`` several times, and take the median of each of the times that it returns.
+    """Call ``once`` several times, and take the median of each time that it returns.
 
     Args:
-        once: measures and returns some times; None: they cannot be measured.
-        repeats: number of measurements on a CPU.
+        once: function that measures, and returns a tuple of times, in seconds or as a `Lapse`; or
+            None, if they cannot be measured.
+        repeats: largest number of measurements on a CPU; fewer after `ENOUGH_S`.
 
     Returns:
-        The medians in seconds; empty if ``once`` returns None.
+        The medians in seconds, in the order of the tuple; empty if ``once`` returns None.
     """
     first = once()
     if first is None:
@@ -252,8 +253,8 @@ class _Partition:
     Attributes:
         stage: the partition as a stage.
         tensors: copies of its parameters and buffers.
-        values: its input activations.
-        numbers: values of the graph's inputs that are Python numbers.
+        values: what crosses the cut before it: its input activations, in order.
+        numbers: values of the graph's inputs that are Python numbers, as `Stage` takes them.
         clock: function that reads the time, in seconds or as a `Moment`.
         differentiable: whether an earlier partition is trained, so that a backward computes
             gradients of the inputs for it. (The network's own inputs get no gradients.)
@@ -300,7 +301,8 @@ class _Partition:
         """Run a forward.
 
         Returns:
-            Its time, the inputs that require gradients, and the outputs.
+            Its time, in seconds or as a `Lapse`; the inputs that require gradients; and the
+            outputs, as `Stage.run_with` returns them.
         """
         inputs = [value.detach() for value in self.values]
         if self.differentiable:
@@ -318,7 +320,8 @@ class _Partition:
                 inputs.
 
         Returns:
-            The times of the forward and of the backward; 0 for a backward that computes nothing.
+            The times of the forward and of the backward, in seconds or as a `Lapse`; 0 for a
+            backward that computes nothing.
         """
         forward_s, wanted, outputs = self._forward()
         results, needed = _results(outputs), [*wanted, *parameters]
@@ -334,7 +337,8 @@ class _Partition:
         """Run a forward, and a backward in two parts.
 
         Returns:
-            The times of the input part and of the weight part; None: the backward cannot be split.
+            The times of the input part and of the weight part, in seconds or as a `Lapse`; None:
+            the backward cannot be split.
         """
         if self.stage.checkpointed:  # it would be recomputed for each part
             return None
@@ -365,6 +369,8 @@ def _results(outputs: Sequence[Any]) -> list[Tensor]:
 
 class _SavedMemory:
     """Adds up the bytes of the tensors that autograd saves for the backward.
+
+    `pack` is a hook for saved tensors: autograd calls it with each tensor that it saves.
 
     Args:
         known: tensors that do not count, such as parameters.

@@ -150,7 +150,7 @@ class MemoryFit:
 
     @property
     def _held(self) -> PartitionTable:
-        """The network's table, with the bytes that each partition holds in training filled in."""
+        """Table for the whole batch whose `memory_bytes` are those held in training under `way`."""
         way, whole = self.way, self.whole
         share = (1 if way.recompute else way.alive) / way.microbatches
         sizes = zip(whole.kept_bytes, whole.activation_bytes)
@@ -172,7 +172,12 @@ class MemoryFit:
         return [*range(1, self.way.stages), 0]
 
     def on(self, way: ChainSizes, limits: Sequence[float]) -> "MemoryFit":
-        """Make the `MemoryFit` of the same network, spread in another way over other devices."""
+        """Make the `MemoryFit` of the same network, spread in another way over other devices.
+
+        Args:
+            way: numbers of stages and micro-batches, and options that change the memory.
+            limits: (m,) bytes that each device may use, by its index in the replica.
+        """
         return replace(self, way=way, limits=limits)
 
     def __str__(self) -> str:
@@ -244,7 +249,8 @@ def what_lacks(tried: Sequence[MemoryFit]) -> str:
     """Write what devices lack, as text for an error: for each number of stages the nearest try.
 
     Args:
-        tried: ways that were tried and do not fit; the nearest is the one that lacks least.
+        tried: ways that were tried and do not fit. The nearest is the way whose fullest device
+            lacks least.
     """
     nearest: dict[int, MemoryFit] = {}
     for fit in sorted(tried, key=_worst):
@@ -279,11 +285,12 @@ def what_would_fit(tried: Sequence[MemoryFit]) -> str:
 def _ways(nearest: MemoryFit) -> Iterator[ChainSizes]:
     """Find ways of spreading the network that fit into memory, for advice.
 
-    They have as many stages and another schedule or recomputation; or more stages, on devices like
-    the smallest one.
-
     Args:
-        nearest: the try, among those that do not fit, that lacks least.
+        nearest: the try that lacks least, among those that do not fit.
+
+    Yields:
+        Ways with as many stages, but schedule `1f1b` or recomputation; then ways with more stages,
+        which would fit on devices with the memory of the smallest one.
     """
     stages, microbatches = nearest.way.stages, nearest.way.microbatches
     room = min(nearest.limits)
@@ -327,7 +334,7 @@ def check_memory(
 
     Args:
         table: the network's partitions.
-        held: memory that the partitions hold in training.
+        held: memory that the partitions hold in training, from `held_in_training`.
         limits: bytes that each device of a replica may use, by its index.
         recompute: whether activations are recomputed.
         tried: the current way of spreading the network, then other ways that the advice leaves out;

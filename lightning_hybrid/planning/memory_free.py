@@ -30,7 +30,11 @@ _FILES = {
 
 
 def host_bytes(proc: Path = Path("/proc")) -> int | None:
-    """Bytes that all processes of this host together may still use; ``None``: not known."""
+    """Bytes that all processes of this host together may still use; ``None``: not known.
+
+    Args:
+        proc: folder with the files of processes in Linux.
+    """
     with suppress(OSError):
         for line in (proc / "meminfo").read_text().splitlines():
             # it includes caches that the system frees on demand, unlike MemFree
@@ -47,12 +51,19 @@ def memory_limits(
     Args:
         proc: folder with the files of processes in Linux.
         cgroups: folder with the files of control groups.
+
+    Returns:
+        For each limit its name (see `Limit`) and the bytes that are left, 0 or more.
     """
     return (*_of_groups(proc, cgroups), *_of_address_space(proc))
 
 
 def free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that this process may still use if no other process takes any; ``None``: not known."""
+    """Bytes of the host's memory that this process may still use; ``None``: not known.
+
+    It is the least of the host's free memory and what `memory_limits` leaves, if meanwhile no other
+    process takes any.
+    """
     host, limits = host_bytes(proc), [left for _, left in memory_limits(proc, cgroups)]
     return min(limits if host is None else [host, *limits], default=None)
 
@@ -67,15 +78,18 @@ def give_back_memory() -> None:
 
 
 def free_on(device: torch.device) -> int | None:
-    """Bytes of a device's memory that this process may still use; ``None``: not known."""
+    """Bytes that this process may still use: of the host's memory on a CPU, of a GPU's on a GPU.
+
+    ``None``: not known.
+    """
     return free_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def free_of_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the processes of this process's control group may still use; ``None``: not known.
+    """Bytes that the processes of this process's control group may still use together.
 
-    They use the host's memory too. The limit on the address space does not count: each process has
-    its own.
+    ``None``: not known. The free memory of the host limits them too. The limit on the address space
+    does not count: each process has its own.
     """
     host, groups = host_bytes(proc), [left for _, left in _of_groups(proc, cgroups)]
     return min(groups if host is None else [host, *groups], default=None)

@@ -72,7 +72,8 @@ def held_in_training(
     Args:
         table: the partitions, with their sizes.
         settings: options of the user.
-        way: numbers of stages and micro-batches, and whether activations are recomputed.
+        way: numbers of stages and micro-batches, and whether activations are recomputed. Whether
+            backwards run inside of calls is taken from the schedule in `settings`.
     """
     widest = round(max(table.cut_bytes, default=0))
     streamed = STREAMED.get(settings.schedule)
@@ -105,14 +106,14 @@ def held_in_training(
 
 
 def remaining(limits: Sequence[int] | None, beside: Iterable[Plan]) -> tuple[int, ...] | None:
-    """Bytes that devices may use beside networks that are placed on them already.
+    """Subtract the memory of networks that are placed already from that of the devices.
 
     Args:
         limits: (m,) bytes that each device of a replica may use; None: not known.
         beside: plans of the networks that are placed already.
 
     Returns:
-        (m,) bytes left on each device, 0 at least; None: not known.
+        (m,) bytes left on each device, 0 at least; None: `limits` is None.
     """
     if limits is None:
         return None
@@ -158,7 +159,8 @@ def with_peaks(plan: Plan, life: RunMemory, limits: tuple[int, ...] | None) -> P
     at most.
 
     Args:
-        plan: plan of one network; without predicted memory it is returned as it is.
+        plan: plan of one network; without predicted memory (`memory_bytes` of its rows) it is
+            returned as it is.
         life: memory that ranks take beside their stages.
         limits: bytes that each device of a replica may use, by its index; None: not known.
     """

@@ -180,7 +180,10 @@ class PartitionTable:
         return self.device != COUNTED
 
     def record(self) -> dict[str, Any]:
-        """Convert the table to plain values, for a file; empty columns are left out."""
+        """Convert the table to plain values by attribute, for a file.
+
+        Attributes that are empty by default, and were not given, are left out.
+        """
         return {name: value for name, value in asdict(self).items() if value != ()}
 
     @classmethod
@@ -215,8 +218,9 @@ class PartitionTable:
 
         Args:
             partitions: partitions of the network, in order.
-            state_bytes: bytes of optimizer state, by name of the parameter.
-            divides: whether replicas divide the state; see `divided`.
+            state_bytes: bytes of optimizer state, by name of the parameter; all that one replica
+                keeps, or if `divides`, that of all replicas together.
+            divides: whether `divided` is to divide the state by the number of replicas later.
         """
         states = [0] * len(partitions)
         for name, (first, *_) in _uses(partitions).items():
@@ -231,9 +235,9 @@ class PartitionTable:
 
     @cached_property
     def sums(self) -> dict[str, list[float]]:
-        """By name of a column of times or of `memory_bytes`, its n + 1 prefix sums, from 0.
+        """By name of a column, its n + 1 prefix sums, from 0; for an empty column zeros.
 
-        For an empty column they are zeros.
+        The columns are `forward_s`, `backward_s`, `reduce_s`, `step_s` and `memory_bytes`.
         """
         names = ("forward_s", "backward_s", "reduce_s", "step_s", "memory_bytes")
         nothing = (0.0,) * len(self.forward_s)
@@ -277,7 +281,7 @@ class PartitionTable:
         return [round(kept + in_flight * activation) for kept, activation in held]
 
     def joint(self) -> "PartitionTable":
-        """Make a copy whose backwards cannot be split."""
+        """Make a copy whose backwards cannot be split, for instance for compiled stages."""
         return replace(self, weight_part_s=[None] * len(self.forward_s))
 
     def recomputed(self) -> "PartitionTable":
@@ -286,13 +290,19 @@ class PartitionTable:
         return replace(self.joint(), backward_s=self.loads)
 
     def averaged(self) -> "PartitionTable":
-        """Make a copy whose memory includes the buckets in which replicas average gradients."""
+        """Make a copy whose memory includes the buckets in which gradients are averaged.
+
+        It is for several replicas, or stages with copies.
+        """
         kept = zip(self.kept_bytes, self.gradient_bytes)
         kept_bytes = [size + copy for size, copy in kept]
         return replace(self, kept_bytes=kept_bytes, bucket_bytes=self.gradient_bytes)
 
     def with_copies_aside(self) -> "PartitionTable":
-        """Make a copy in which ranks that borrow a weight keep a second gradient of it."""
+        """Make a copy in which ranks that borrow a weight keep a second gradient of it.
+
+        It is for schedule `1f1b`, whose backwards run before the gradient of the loss is known.
+        """
         tied = [replace(w, copy_bytes=2 * w.copy_bytes - w.size_bytes) for w in self.tied]
         return replace(self, tied=tied)
 
@@ -328,11 +338,11 @@ class PartitionTable:
         return replace(self, weight_part_s=parts, output_bytes=outputs, batch=batch, **columns)
 
     def rows(self, ends: Sequence[int], costs: StepCosts) -> tuple[StagePlan, ...]:
-        """Make the rows of a plan: contents, times, memory and traffic of each stage.
+        """Make the rows of a plan, one per stage: contents, times, memory and traffic.
 
         Args:
             ends: For each of S stages its end, the number after its last partition.
-            costs: Times of the stages.
+            costs: Times and devices of the stages.
         """
         total = sum(self.loads) or 1.0
         # the last stage has no next one to send to

@@ -28,8 +28,7 @@ class StagePlan:
         partitions: names of the network partitions, in order.
         parameters: number of parameter elements.
         load: share of the whole network's computation, between 0 and 1.
-        device: index of the stage's device within the replica; of several copies, that of the
-            first.
+        device: index of the stage's device within the replica; of several copies, the least index.
         memory_bytes: memory of the stage in training: parameters, gradients, optimizer state and
             the activations of the micro-batches held at once; None when nothing was profiled.
         peak_bytes: peak of memory of the stage's rank over a run, with the rank's other stages;
@@ -69,7 +68,7 @@ class StagePlan:
     gradient_bytes: int | None = None
 
     def without_times(self) -> Self:
-        """Make a copy of this row in which all times are None, that is not predicted."""
+        """Make a copy of this row in which all times are None, which means not predicted."""
         unknown: dict[str, Any] = dict.fromkeys(f.name for f in fields(self) if f.name[-2:] == "_s")
         return replace(self, **unknown)
 
@@ -211,7 +210,7 @@ class Plan:
 
     @property
     def data_parallel_sizes(self) -> tuple[int, ...]:
-        """By stage, how many ranks of all replicas compute it."""
+        """By stage, how many ranks compute it, in all replicas together."""
         return tuple([self.replicas * copies for copies in self.copies])
 
     def _check_copies(self) -> None:
@@ -317,7 +316,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read a plan from the JSON text of `to_json`.
+        """Read a plan from the JSON text of `to_json`, of this format version or version 1.
 
         Raises:
             PlanError: the text is no JSON object, a key is unknown or missing (the text names it),
@@ -349,7 +348,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan from a file.
+        """Read a plan from a file that `save` has written.
+
+        Args:
+            path: path of the file.
 
         Raises:
             PlanError: the file cannot be read, or is refused by `from_json`.
@@ -362,16 +364,19 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
     def to_html(self, path: str | Path) -> None:
-        """Write the plan as an HTML page with the picture of a step, in one file."""
+        """Write the plan to a file, as an HTML page with its table and the picture of a step."""
         # here, since that module imports this one
         from lightning_hybrid.planning.plan_page import plan_page
 
         Path(path).write_text(plan_page(self), encoding="utf-8")
 
     def table(self) -> list[dict[str, str | int | float]]:
-        """Make a table of the plan for readers: one dictionary for each stage, with its columns.
+        """Make a table of the plan for readers.
 
-        Without rows the columns are stage, device and replicas alone, and what the schedule adds.
+        Returns:
+            For each stage a dictionary from the name of a column to its value. A plan without
+            `rows` has the columns ``stage``, ``device`` and ``replicas`` (how many ranks compute
+            the stage), and what the schedule and the speeds of the devices add.
         """
         devices = [d if isinstance(d, int) else ", ".join(map(str, d)) for d in self.devices]
         shape = zip(devices, self.data_parallel_sizes)
@@ -407,7 +412,7 @@ class Plan:
 
     @property
     def traffic_bytes(self) -> tuple[float, ...] | None:
-        """By stage, the bytes that one of its ranks sends in a step; None: not known.
+        """By stage, the bytes that a rank sends in a step for this stage; None: not known.
 
         A rank sends activations to the next stage, gradients to the previous one, and its part of a
         ring all-reduce over all ranks of the stage. Not counted are messages with the network's
@@ -472,7 +477,7 @@ class Plan:
 
 
 def cells(plan: Plan) -> list[dict[str, str]]:
-    """Format the table of a plan: one dictionary of texts for each stage, by name of the column."""
+    """Format `Plan.table`: for each stage a dictionary from the name of a column to its text."""
 
     def cell(name: str, value: str | int | float) -> str:
         if isinstance(value, str):
@@ -483,7 +488,7 @@ def cells(plan: Plan) -> list[dict[str, str]]:
 
 
 def _devices_of(stage: int | Sequence[int]) -> int | tuple[int, ...]:
-    """Normalise a stage's entry in `Plan.devices`: a number for one copy, a tuple for several."""
+    """Normalise an entry of `Plan.devices`: a number for a single copy, a tuple for several."""
     if isinstance(stage, int):
         return stage
     # one form for one copy, so that plans can be compared
@@ -506,7 +511,8 @@ def check_fields(
     """Check that a record from a file has the needed fields and no unknown ones, and return it.
 
     Args:
-        record: what the file has here, as Python values.
+        record: what the file has here, as YAML or JSON gives it: a dictionary if the file is right,
+            else any value.
         where: what the record describes, for the text of an error.
         needed: names of the fields that must be there and not be None.
         optional: names of the fields that may be left out.
@@ -531,11 +537,11 @@ def check_fields(
 
 
 def _check_keys(cls: type[Any], record: Any, where: str) -> None:
-    """Check that a record from JSON has the fields of a dataclass, but for those with defaults.
+    """Check a record from JSON: it has fields of a dataclass alone, and all without a default.
 
     Args:
-        cls: the dataclass.
-        record: what the JSON has here, as Python values.
+        cls: the dataclass, `Plan` or `StagePlan`.
+        record: what the JSON has here: a dictionary if it is right, else any value.
         where: what the record describes, for the text of an error.
 
     Raises:

@@ -52,7 +52,7 @@ def plan_page(
         plan: The plan.
         title: Title of the page.
         notes: Sentences below the title.
-        more: Further sections, at the end: headings, and contents in HTML.
+        more: Further sections, at the end: for each its heading and its content in HTML.
         replicas: The plan of each replica, if they differ: the steps of all are drawn. Empty: one
             step, that of `plan`.
     """
@@ -71,8 +71,8 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
     """Predict what each device of a replica does in a step, for `report.timeline`.
 
     Returns:
-        By name of the device, its spans of time. Empty if times are not known, and for streamed
-        schedules, whose steps overlap.
+        By name of the device (``device 1``), its spans of time. Empty if times are not known, and
+        for streamed schedules, whose steps overlap.
     """
     times = [(row.forward_s, row.backward_s) for row in plan.rows]
     if not times or any(None in pair for pair in times) or plan.schedule in STREAMED:
@@ -102,7 +102,7 @@ def predicted_lanes(plan: Plan) -> dict[str, list[Span]]:
 
 
 def _costs(plan: Plan) -> StepCosts:
-    """Collect the predicted times of a plan's stages."""
+    """Collect the predicted times of a plan's stages; times that are not known become 0."""
     times = {name: [getattr(row, name) or 0.0 for row in plan.rows] for name in TIMES}
     # the last stage has no next one to send to
     between = {name: times[name][:-1] for name in ("send_s", "latency_s")}

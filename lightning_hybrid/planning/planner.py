@@ -66,7 +66,10 @@ class Site:
 
     @property
     def limits(self) -> tuple[int, ...] | None:
-        """Bytes that each device of a replica may use, by its index in it; None: not known."""
+        """By index of the device in the replica, the bytes that it may use; None: not known.
+
+        What the networks in `beside` need is subtracted, and `present_bytes` are added.
+        """
         limits = None if self.cluster is None else self.cluster.memory_limits
         # the network itself was in memory when free memory was read: add its size again
         left = remaining(limits, self.beside)
@@ -86,18 +89,21 @@ def make_plan(
     site: Site,
     optimizers: Sequence[Optimizer] | None = None,
 ) -> Plan:
-    """Profile the partitions on a real micro-batch, and choose the cuts.
+    """Profile the partitions of a network on a real micro-batch, and make its plan.
 
     If the user has given cut points, nothing is measured: unless the profile is known, FLOPs are
     counted, and times are not predicted.
 
     Args:
-        network: the network, with the tensors of a micro-batch.
-        microbatches: number of micro-batches.
+        network: the network, with the input tensors of one micro-batch.
+        microbatches: number of micro-batches of a replica's batch.
         settings: options of the user.
         site: the devices.
         optimizers: optimizers that train the network; None: it is not trained in this run, so that
             only its parameters need memory.
+
+    Returns:
+        The plan. If the network is trained and was profiled, its rows have peaks of memory.
 
     Raises:
         NetworkError: a cut point is unknown, or the network must not be cut there.
@@ -154,7 +160,19 @@ def _with_memory(
     site: Site,
     optimizers: Sequence[Optimizer] | None,
 ) -> PartitionTable:
-    """Fill in the memory that partitions keep in this run, whatever the cuts."""
+    """Make a copy of a table with the memory that partitions keep in this run, whatever the cuts.
+
+    Args:
+        network: the network.
+        table: its partitions.
+        settings: options of the user.
+        site: the devices.
+        optimizers: optimizers that train the network; None: it is not trained, and keeps only its
+            parameters.
+
+    Returns:
+        The table with `kept_bytes`, or without them if FLOPs were counted and nothing was measured.
+    """
     if optimizers is None:  # only parameters are kept
         nothing = [0] * len(table.names)
         kept = table.parameter_bytes
@@ -170,7 +188,14 @@ def _with_memory(
 
 
 def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> RunMemory:
-    """Predict the memory that ranks take beside their stages, for `with_peaks`."""
+    """Collect the memory that ranks take beside their stages, for `with_peaks`.
+
+    Args:
+        network: the network.
+        table: its partitions.
+        site: the devices.
+        batch_bytes: bytes on the driver for inputs, outputs and their gradients.
+    """
     sizes = {name: p.nbytes for name, p in network.graph.network.named_parameters()}
     return RunMemory(
         start_bytes=round(max(site.present_bytes, *table.parameter_bytes)),
@@ -193,7 +218,8 @@ def plan_again(
 ) -> tuple[Plan, Plan]:
     """Plan a network again at other speeds of the devices, to decide whether new cuts are worth it.
 
-    The schedule, and whether activations are recomputed, stay as in the plan in force.
+    It is for `Search(replan="epoch")`. The schedule, and whether activations are recomputed, stay
+    as in the plan in force.
 
     Args:
         network: the network, with its profile; see `CalledNetwork.remembered`.
@@ -201,7 +227,7 @@ def plan_again(
         site: the devices, as they were found at the start of the run.
         optimizers: optimizers that train the network.
         plan: the plan in force.
-        capacities: new speed of each device of a replica, by its index.
+        capacities: new relative speed of each device of a replica, by its index.
 
     Returns:
         A plan with the cuts in force, and a plan with the best cuts; both predicted at these
@@ -227,7 +253,16 @@ def plan_again(
 def _replica(
     site: Site, settings: PlanSettings, microbatches: int, batch_bytes: int, table: PartitionTable
 ) -> Replica:
-    """Describe a replica's devices for the search, with the memory that is free for stages."""
+    """Describe a replica's devices for the search, with the memory that is free for stages.
+
+    Args:
+        site: the devices.
+        settings: options of the user.
+        microbatches: number of micro-batches.
+        batch_bytes: bytes that the driver needs for the batch; they are subtracted from its memory.
+        table: the partitions; the most memory that one of them uses for its operations is
+            subtracted on each device.
+    """
     limits = site.limits
     cluster = site.cluster
     rates = site.rates
@@ -306,11 +341,11 @@ def _first_of_stages(network: CalledNetwork, cut_points: Sequence[str]) -> list[
     """Find the partitions at which the user's cut points begin stages.
 
     Args:
-        network: the network; of several networks each takes the cut points with its name.
-        cut_points: names of modules in the LightningModule, one for each stage but the first.
+        network: the network. Cut points in other networks are left out, unless none is in this one.
+        cut_points: dotted names of modules in the LightningModule.
 
     Returns:
-        For each stage but the first the name of its first partition.
+        For each cut point that is taken, the name of the partition that begins there.
 
     Raises:
         NetworkError: a cut point is unknown, or the network must not be cut there.

@@ -30,7 +30,10 @@ with another number are not read."""
 
 
 def cache_folder() -> Path:
-    """Folder of the cache: ``$LIGHTNING_HYBRID_CACHE``, or else one in the user's cache folder."""
+    """Path of the cache: ``$LIGHTNING_HYBRID_CACHE``, or a folder in that of the user's caches.
+
+    The folder is not created here.
+    """
     own = os.environ.get("LIGHTNING_HYBRID_CACHE")
     if own:
         return Path(own)
@@ -74,7 +77,7 @@ def describe_profile(
     leaves: Sequence[Tensor],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Describe all that a profile depends on, in plain values: their hash names its file.
+    """Describe all that a profile depends on, as a dictionary for JSON, whose hash names its file.
 
     Args:
         graph: graph of the network.

@@ -221,6 +221,10 @@ def communicators(replicas: int, stages: int) -> int:
 
     They are two for each link to a neighbouring stage (the ring of stages gives a rank two links),
     and two for averages over the replicas.
+
+    Args:
+        replicas: number of replicas.
+        stages: number of devices of a replica.
     """
     return (4 if stages > 1 else 0) + (2 if replicas > 1 else 0)
 
@@ -281,7 +285,7 @@ def given_speeds(values: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
-    """The speed of each device, with measurement noise removed.
+    """Compute the relative speed of each rank's device from what was measured, without the noise.
 
     1.0 is what rank 0 does per second of its own processor time, in which the profile is measured
     (so rank 0 is below 1.0 where other processes take its cores).
@@ -290,8 +294,11 @@ def measured_speeds(devices: Sequence[Device]) -> tuple[float, ...]:
     * Ranks whose speeds are nearly equal (`TOLERANCE`) all get their median speed.
     * Speeds are rounded to multiples of `GRID`.
 
+    Args:
+        devices: devices of all ranks, in the order of the ranks, with measured speeds.
+
     Returns:
-        One speed for each device, in the order of ``devices``; a multiple of `GRID`, at least that.
+        One speed for each device, in the same order; a multiple of `GRID`, and at least `GRID`.
     """
     # the profile is measured on rank 0, by a clock that stops while other processes run
     own = devices[0].units_per_own_s
@@ -320,6 +327,9 @@ def equal_devices_differ(devices: Sequence[Device]) -> bool:
     Devices are of one kind if they have the same host, model, cores and threads; they should be
     equally fast. If they differ by more than `TOLERANCE`, mostly other work has disturbed the short
     measurement, or a CPU quota has stopped some processes in it and others not.
+
+    Args:
+        devices: devices of all ranks, with the speeds of a short measurement.
     """
     return not all(
         _alike(twins, TOLERANCE["cpu" if twins[0].threads else "cuda"])

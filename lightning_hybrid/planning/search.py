@@ -55,18 +55,19 @@ class PlanSettings:
         allocation: how the cuts are chosen, ``"gabra"``, ``"exact"`` or ``"merging"``; or cut
             points as named in the LightningModule. `merging` has a rule of its own and no
             objective, and takes the devices to be equal; see `allocation.merging`.
-        objective: what the search optimises. With `step` it is the predicted step time: contiguous
-            stages are then cut by a dynamic programme, whatever the method (the plan says so), and
-            free placements are searched by `gabra`, unless the best chain is as fast. `profit`
-            needs capacities as limits of work, which profiled devices do not have: speeds are
-            scaled so that they hold the network with a quarter to spare.
+        objective: what the search optimises. `step`: the predicted step time. Contiguous stages are
+            then cut by a dynamic programme, under `gabra` and `exact` alike (the plan says so), and
+            free placements are searched by `gabra`, unless the best chain is as fast. `makespan`:
+            the time of the slowest device for a micro-batch and its messages. `profit`: Eq. 5 of
+            Akintoye et al. 2022. It needs capacities as limits of work, which profiled devices do
+            not have: speeds are scaled so that they hold the network with a quarter to spare.
         seed: seed of the genetic algorithm.
         contiguous: whether each device gets consecutive partitions, which form one stage. If not, a
             device may get several runs of consecutive partitions, and each run is a stage.
         recompute: whether activations are recomputed; ``"auto"``: if nothing else fits, or if it is
             faster.
         compiled: whether stages are compiled; then backwards cannot be split.
-        delayed_weights: weights of the backward under a delayed schedule.
+        delayed_weights: weights of the backward under a delayed schedule; see `DelayedWeights`.
         shards_states: whether replicas divide the optimizer state.
         copies: number of copies of each stage; empty: each has one.
         may_go_inside: whether backwards may run inside of the network's calls (schedule `1f1b`), if
@@ -199,8 +200,15 @@ def _cuts(
 ) -> tuple[list[int], StepCosts, str]:
     """Choose the cuts of stages without copies, or take those of the user.
 
+    Args:
+        problem: the partitions and devices.
+        settings: options of the user; the schedule must not be `auto`.
+        cut_points: names of the first partitions of all stages but the first; None: search for
+            cuts.
+
     Returns:
-        For each stage the number after its last partition; their costs; and the name of the search.
+        For each stage the number after its last partition; the costs of the stages, with their
+        devices; and the name of the search, as in `Plan.allocation`.
     """
     schedule = settings.schedule
     if cut_points is not None:
@@ -225,8 +233,15 @@ def _cuts_of_copies(
 ) -> tuple[list[int], str]:
     """Choose the cuts of stages with copies, or take those of the user.
 
+    Args:
+        problem: the partitions, devices and copies.
+        settings: options of the user.
+        cut_points: names of the first partitions of all stages but the first; None: search for
+            cuts.
+
     Returns:
-        For each stage the number after its last partition; and the name of the search.
+        For each stage the number after its last partition; and the name of the search, as in
+        `Plan.allocation`.
 
     Raises:
         PlanError: the schedule is not fill-drain, a cut point is wrong, or no cuts fit into memory.
@@ -244,7 +259,15 @@ def _cuts_of_copies(
 
 
 def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
-    """Predict the seconds of a step; under a streamed schedule, from one batch to the next."""
+    """Predict the seconds of a step, of stages without copies.
+
+    Under a streamed schedule it is the time from one batch to the next.
+
+    Args:
+        costs: times and devices of the stages.
+        schedule: name of the schedule, not `auto`.
+        microbatches: number of micro-batches of a replica's batch.
+    """
     if schedule == INSIDE:
         return inside_s(costs, microbatches)
     if schedule not in STREAMED:
@@ -255,7 +278,7 @@ def _predicted_s(costs: StepCosts, schedule: str, microbatches: int) -> float:
 def _given_for(
     schedule: str, names: Sequence[str], cut_points: Sequence[str], stages: int
 ) -> tuple[list[int], list[int]]:
-    """Place the stages that the user's cut points give.
+    """Place the stages that the user's cut points give: as a chain, or as a loop under `looped`.
 
     Args:
         schedule: name of the schedule.
@@ -264,7 +287,8 @@ def _given_for(
         stages: number of devices of a replica.
 
     Returns:
-        For each stage the number after its last partition; and for each stage its device.
+        For each stage the number after its last partition; and for each stage its device, by index
+        in the replica.
 
     Raises:
         PlanError: there are too few or too many cut points, or one is unknown or misplaced.
@@ -313,11 +337,14 @@ def _ends_at(names: Sequence[str], cut_points: Sequence[str], stages: int) -> li
 
 
 def _best(problem: StepProblem, settings: PlanSettings) -> tuple[list[int], list[int], str]:
-    """Search for cuts by the schedule and the options of the user.
+    """Search for cuts by the schedule and the options of the user, for stages without copies.
 
     Returns:
-        For each stage the number after its last partition; for each stage its device; and the name
-        of the search.
+        For each stage the number after its last partition; for each stage its device, by index in
+        the replica; and the name of the search, as in `Plan.allocation`.
+
+    Raises:
+        PlanError: no placement fits into memory, or the options contradict each other.
     """
     if settings.schedule == "looped":
         # whatever the method is, since none of them can predict the step of this schedule
@@ -342,12 +369,15 @@ def _chain_or_loop(
 ) -> tuple[list[int], list[int], str]:
     """Search for the best chain and the best loop; take the one with the shorter step.
 
-    It is for backwards inside of calls. In a loop such backwards take as long as under fill-drain.
-    Other free placements, under which they take longer, are not tried.
+    It is for schedule `1f1b` with free placement (`contiguous=False`). A chain has one stage per
+    device; in a loop (`best_loop`) each device has v stages, every m-th one for m devices. A step
+    of `1f1b` takes as long in a loop as under `gpipe`. Other free placements are not tried, since
+    it takes longer in them. If one of the two is not possible, the other is taken; if they are
+    equally fast, the chain.
 
     Returns:
-        For each stage the number after its last partition; for each stage its device; and the name
-        of the search.
+        For each stage the number after its last partition; for each stage its device, by index in
+        the replica; and the name of the search, as in `Plan.allocation`.
 
     Raises:
         PlanError: neither a chain nor a loop is possible.
@@ -376,8 +406,8 @@ def _within(
     Args:
         problem: the partitions and devices.
         settings: options of the user.
-        found: for each stage the number after its last partition; for each stage its device; and
-            the name of the search.
+        found: for each stage the number after its last partition; for each stage its device, by
+            index in the replica; and the name of the search.
 
     Returns:
         `found`.
@@ -397,11 +427,14 @@ def _within(
 def _shortest_step(
     problem: StepProblem, settings: PlanSettings
 ) -> tuple[list[int], list[int], str]:
-    """Search for the stages with the shortest predicted step.
+    """Search for the stages with the shortest predicted step, for ``objective="step"``.
+
+    The best chain is found by `best_chain`. If placements are free, GABRA searches them too, and
+    its result is taken if it is faster than the chain.
 
     Returns:
-        For each stage the number after its last partition; for each stage its device; and the name
-        of the search.
+        For each stage the number after its last partition; for each stage its device, by index in
+        the replica; and the name of the search, as in `Plan.allocation`.
 
     Raises:
         PlanError: no placement fits into memory.
@@ -432,7 +465,14 @@ def _shortest_step(
 
 
 def _merged(problem: StepProblem, settings: PlanSettings) -> list[int]:
-    """For each stage the number after its last partition, by the rule of `allocation.merging`."""
+    """Cut a chain by the rule of `allocation.merging`.
+
+    Returns:
+        For each stage the number after its last partition.
+
+    Raises:
+        PlanError: the option `contiguous` is False.
+    """
     if not settings.contiguous:
         raise PlanError(
             "method='merging' leaves one run of partitions for each device: use "
@@ -446,9 +486,11 @@ def _allocated(
 ) -> tuple[list[int], list[int], str]:
     """Search for the stages of least makespan or most profit, by `allocation.allocate`.
 
+    Cuts of a chain are exact; free placements are searched by GABRA.
+
     Returns:
-        For each stage the number after its last partition; for each stage its device; and the name
-        of the search.
+        For each stage the number after its last partition; for each stage its device, by index in
+        the replica; and the name of the search, as in `Plan.allocation`.
 
     Raises:
         PlanError: no placement fits into memory.
@@ -491,5 +533,9 @@ def _cut_costs(problem: StepProblem) -> list[float]:
 
 
 def _order(stages: int) -> list[int]:
-    """For each stage of a chain its device: 1, 2, ..., and for the last stage 0, the driver's."""
+    """For each stage of a chain its device, by index in the replica: 1, 2, ... and 0, the driver's.
+
+    Args:
+        stages: number of stages.
+    """
     return [*range(1, stages), 0]

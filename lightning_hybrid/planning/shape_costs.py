@@ -24,12 +24,14 @@ times of a device of speed 1, the first of a cluster. A call may measure."""
 def in_training(
     costs: PartitionTable, way: ChainSizes, reduce_s: Sequence[float]
 ) -> PartitionTable:
-    """Fill in the memory and the all-reduces of a step, and recomputation.
+    """Make a copy of a table with the memory and the all-reduces of a step in training.
+
+    With recomputation each backward includes a forward.
 
     Args:
         costs: table of the partitions for one micro-batch.
         way: numbers of stages and micro-batches, and options that change the memory.
-        reduce_s: for each partition the seconds of the all-reduce of its gradients.
+        reduce_s: for each partition the seconds of the all-reduce of its gradients; empty: none.
     """
     held: Sequence[float] = costs.held_bytes(1 if way.recompute else way.alive)
     if way.inside and way.stages > 1:
@@ -78,7 +80,9 @@ def problem_of(
 
 
 def links_of(cluster: ClusterDescription, devices: int) -> LinkCosts:
-    """Find the links between the devices of a replica; each is the slowest over all replicas.
+    """Find the links between the devices of a replica, by their indices in it.
+
+    Each link is the slowest of those that the replicas have at the same place.
 
     Args:
         cluster: the cluster, all of whose devices are used.
@@ -105,7 +109,7 @@ def ring_s(level: Level | None, size_bytes: float, replicas: int, sharers: int =
     """Predict the seconds of a ring all-reduce.
 
     Args:
-        level: level of links that joins the ranks; None: there is one rank.
+        level: level of links that joins the ranks; None: there is one rank, and the result is 0.
         size_bytes: bytes of the tensor.
         replicas: number of ranks in the ring.
         sharers: number of rings that share a link at the same time.
@@ -127,6 +131,10 @@ def ring_of(cluster: ClusterDescription, devices: int) -> Ring:
     Args:
         cluster: the cluster, all of whose devices are used.
         devices: number of devices of a replica.
+
+    Returns:
+        The outermost level of links that a ring uses (None: there is one replica), and the number
+        of rings that share a link of it.
     """
     ranks = range(len(cluster.devices))
     levels = [cluster.level(ranks[k::devices]) for k in range(devices)]
@@ -137,7 +145,8 @@ def ring_of(cluster: ClusterDescription, devices: int) -> Ring:
 def _inside(cluster: ClusterDescription, level: Level | None) -> int:
     """Number of devices that share a link of a level: those of a group of the next inner level.
 
-    A ring of ranks goes into such a group and out of it once.
+    A ring of ranks goes into such a group and out of it once. For the innermost level, and for
+    None, it is 1.
     """
     place = cluster.levels.index(level) if level is not None else 0
     return cluster.levels[place - 1].devices if place else 1
@@ -218,7 +227,8 @@ def _of_copies(links: LinkCosts, owners: Sequence[Sequence[int]]) -> LinkCosts:
         owners: by stage, the devices of its copies.
 
     Returns:
-        The links between the stages, of which the last, the driver's, has number 0.
+        The links between the stages: row and column 0 are the last stage, the driver's; k > 0 is
+        stage k - 1.
     """
     stages = [owners[-1], *owners[:-1]]
 

@@ -89,8 +89,9 @@ class ShapeRequest:
     Attributes:
         settings: options of the user for plans.
         microbatches: number of micro-batches that the user has set; None: it is chosen too.
-        splits: function that tells whether a batch may be split into this number of micro-batches.
-        allowed: function that tells whether these numbers of replicas and of stages may be chosen.
+        splits: function from a number of micro-batches to whether a batch may be split so.
+        allowed: function from the numbers of replicas and of devices of a replica to whether they
+            may be chosen.
         by_speed: whether fast replicas take more samples than slow ones.
         inside: for each network, whether backwards may run inside of its calls (schedule `1f1b`);
             empty: for none.
@@ -114,7 +115,8 @@ class ShapeRequest:
             slices: number of micro-batches.
 
         Returns:
-            Pairs: whether activations are recomputed, and whether backwards run inside of calls.
+            For each way two values: whether activations are recomputed, and whether backwards run
+            inside of calls.
         """
         recompute: bool | str = self.settings.recompute if size > 1 else False
         # with one micro-batch recomputation saves no memory
@@ -238,8 +240,8 @@ def rank_shapes(
             also tried that leave devices out: on the first k as listed, and on the k fastest.
         batch: Samples of one replica in a step.
         asked: Limits on the shapes; None: all shapes (wide).
-        spare: Fraction of each device's memory that is kept free; if nothing fits so, all of it may
-            be used.
+        spare: Fraction of each device's memory that is kept free; if no shape fits so, all of the
+            memory may be used.
 
     Raises:
         PlanError: the batch is empty.
@@ -287,7 +289,7 @@ def _plain(
         number: how many devices are used, the first of `order`; None: all.
 
     Returns:
-        All these shapes; those that were not planned have estimated times.
+        All plain shapes on these devices; those that were not planned have estimated times.
     """
     seats, speeds = order[:number], spaces[0].cluster.relative_speeds
     estimates = [space.estimated() for space in spaces]
@@ -326,6 +328,10 @@ def _guess(spaces: Sequence[Arrangements], asked: ShapeRequest, genes: Arrangeme
         spaces: arrangements of each network, with estimated costs.
         asked: limits on the shapes.
         genes: the shape on its devices; its cuts are not used.
+
+    Returns:
+        The shape, with the cuts of the network that has the most partitions and the sum of the
+        steps of all networks.
     """
     cut = [space.recut(_on_drivers(space, genes)) for space in spaces]
     shapes = [_shape(s, g, "balanced", equal=True) for s, g in zip(spaces, cut) if g is not None]
@@ -344,7 +350,16 @@ def _guess(spaces: Sequence[Arrangements], asked: ShapeRequest, genes: Arrangeme
 
 
 def _dealt(space: Arrangements, genes: Arrangement, shares: tuple[int, ...]) -> float:
-    """Factor by which a step gets longer or shorter with unequal shares; 1 if there are none."""
+    """Ratio of a step's time with unequal shares to that with equal ones.
+
+    Args:
+        space: arrangements of the network.
+        genes: the arrangement, with cuts.
+        shares: samples that each replica takes; empty: equal numbers, so that the result is 1.
+
+    Returns:
+        The ratio; 1 if a device lacks memory for its stages.
+    """
     if not shares or not space.equal_s(genes) < float("inf"):
         return 1.0
     return space.dealt_s(genes, shares) / space.equal_s(genes)
@@ -415,7 +430,19 @@ def _planned(spaces: Sequence[Arrangements], asked: ShapeRequest, guess: Shape) 
 def _plan_within(
     space: Arrangements, table: PartitionTable, settings: PlanSettings, replica: Replica
 ) -> Plan:
-    """Plan one network by `plan_within`, with `gpipe` in place of `1f1b` if it cannot have that."""
+    """Plan one network by `plan_within`.
+
+    If the user asks for schedule `1f1b` and the network does not allow it, `gpipe` is taken.
+
+    Args:
+        space: arrangements of the network.
+        table: its partitions, from a step problem.
+        settings: options of the user.
+        replica: the devices.
+
+    Raises:
+        PlanError: no placement fits into memory.
+    """
     may = settings.may_go_inside and space.may_go_inside
     if settings.schedule == INSIDE and not may:
         settings = replace(settings, schedule="gpipe")
@@ -432,6 +459,10 @@ def _wide(
         plain: plain shapes, whose devices and numbers of replicas are used.
         order: numbers of all devices.
         copied: whether shapes with copies are made.
+
+    Returns:
+        These shapes, in no particular order; shapes with unequal shares only if they are faster
+        than with equal ones.
     """
     found: list[Shape] = []
     for size, seats in {s.arrangement.size: s.arrangement.used for s in plain}.items():
@@ -457,10 +488,11 @@ def _joint(space: Arrangements, asked: ShapeRequest, found: Sequence[Shape]) -> 
     Args:
         space: arrangements of the network.
         asked: limits on the shapes.
-        found: shapes on all devices, which the breeding begins with too.
+        found: shapes on all devices, with which the breeding begins too.
 
     Returns:
-        Shapes on the first k devices of the cluster for several k, and the bred one, if one fits.
+        Shapes on the first k devices of the cluster for several k; and the bred shape, if any shape
+        fits into memory.
     """
     count, speeds = len(space.cluster.devices), space.cluster.relative_speeds
     everyone = tuple(range(count))
@@ -487,7 +519,7 @@ def _shape(space: Arrangements, genes: Arrangement, search: str, *, equal: bool 
     Args:
         space: arrangements of the network.
         genes: the arrangement, with cuts.
-        search: name of the search that has found the cuts.
+        search: name of the search that has found the cuts, for `Shape.search`.
         equal: whether all replicas take equal shares; else the best shares are searched for.
     """
     step_s, shares = (space.equal_s(genes), ()) if equal else space.timed(genes)
@@ -595,7 +627,7 @@ def plans_of(
 
 
 def _fit(space: Arrangements, genes: Arrangement) -> MemoryFit:
-    """Compare the memory that an arrangement without cuts needs with the limits of the devices."""
+    """Compare the memory that an arrangement needs, whatever its cuts, with that of the devices."""
     problem = space.whole(genes)
     way = space.way(genes)
     fit = MemoryFit.of(problem.table, way, problem.memory_limits, space.batch)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 def share_samples(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Give each replica whole samples about in proportion to its speed.
 
-    Each gets at least one; each further sample goes to the replica that would finish it first. If
-    the number of samples falls, no replica's share grows.
+    Each replica gets at least one sample; each further sample goes to the replica that would finish
+    it first. If the number of samples falls, no replica's share grows.
 
     Args:
         samples: number of samples of the global batch, at least one per replica.
@@ -30,10 +30,11 @@ def share_samples(samples: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def batch_sizes(samples: int, batch: int, replicas: int, *, drop_last: bool) -> list[int]:
-    """Sizes of the global batches of an epoch, each of at least one sample per replica.
+    """List the sizes of the global batches of an epoch, in order.
 
-    If fewer samples than replicas are left for the last batch, it gets the missing ones from the
-    batch before.
+    Each batch has at least one sample per replica.
+    If fewer samples than replicas are left for the last batch, it takes as many as it lacks from
+    the batch before.
 
     Args:
         samples: number of samples of the epoch, at least one per replica.

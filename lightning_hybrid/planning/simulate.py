@@ -133,7 +133,8 @@ def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
 
     Args:
         schedule: The schedule.
-        costs: Times of its stages, and the device of each.
+        costs: Times of its stages, and the device of each. The devices are numbered from 0 without
+            gaps.
 
     Raises:
         PlanError: the costs are for another number of stages, the numbers of devices have gaps, or
@@ -194,10 +195,12 @@ def _order(
 
     Args:
         steps: Instructions, each with the copy of a stage that runs it.
-        peer: Function from such a copy and its send or receive to the copy at the other end.
+        peer: Function from the copy that runs a send or receive, and this instruction, to the copy
+            at the other end.
 
     Yields:
-        The copy, the instruction, and the other copy; or the same copy, if it is no message.
+        The copy that runs the instruction, the instruction, and the copy at the other end of its
+        message; or again the first copy, if the instruction is no message.
     """
     for place, step in steps:
         travels = step.kind.is_send or step.kind.is_receive
@@ -209,7 +212,7 @@ class _SimulatedStep:
 
     Args:
         costs: times of the stages.
-        devices: device of each copy.
+        devices: by copy of a stage, the index of its device in the replica.
         one_way_out: True: a device sends one message at a time, whatever the receiver. False: one
             message at a time to each receiver.
     """
@@ -273,7 +276,17 @@ class _SimulatedStep:
     def _send(
         self, place: StageCopy, other: StageCopy, start_s: float, back: bool
     ) -> tuple[float, float]:
-        """Simulate a send; the seconds at which its transfer begins and its message arrives."""
+        """Simulate a send, and note how long it occupies its link.
+
+        Args:
+            place: the copy that sends.
+            other: the copy that receives.
+            start_s: the second at which the sender reaches the send.
+            back: whether it sends a gradient, to an earlier stage.
+
+        Returns:
+            The second at which the transfer begins, and that at which the message arrives.
+        """
         source, target = self._devices[place], self._devices[other]
         edge = (other, place) if back else (place, other)
         send_s, latency_s = self._costs.edges.get(edge, (0.0, 0.0))

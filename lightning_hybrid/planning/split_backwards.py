@@ -26,16 +26,16 @@ each try simulates a step."""
 def best_split_chain(
     problem: StepProblem, ends: Sequence[int], devices: Sequence[int]
 ) -> tuple[list[int], StepCosts]:
-    """Improve the cuts of a chain for backwards that may be split.
+    """Improve the cuts of a chain for backwards that may be split, under schedule `zero_bubble`.
 
     Args:
         problem: The partitions and devices.
         ends: For each stage the number after its last partition, of a good chain without split
             backwards.
-        devices: The device of each stage; all differ.
+        devices: The device of each stage, by index in the replica; all differ.
 
     Returns:
-        The ends, and the costs of the stages: those with a `weight_s` above 0 have a split
+        The improved ends, and the costs of the stages: those with a `weight_s` above 0 have a split
         backward.
     """
 
@@ -49,12 +49,14 @@ def best_split_chain(
 
 
 def split_costs(problem: StepProblem, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
-    """Choose the stages of a chain whose backward is split, so that the step is short.
+    """Choose the stages of a chain whose backward is split under schedule `zero_bubble`.
+
+    Single stages are split or made joint as long as that shortens the predicted step.
 
     Args:
         problem: The partitions and devices.
         ends: For each stage the number after its last partition.
-        devices: The device of each stage; all differ.
+        devices: The device of each stage, by index in the replica; all differ.
 
     Returns:
         The costs of the stages: those with a `weight_s` above 0 have a split backward.
@@ -81,7 +83,7 @@ def split_costs_inside(
     Args:
         problem: The partitions and devices.
         ends: For each stage the number after its last partition.
-        devices: The device of each stage; all differ.
+        devices: The device of each stage, by index in the replica; all differ.
 
     Returns:
         The costs of the stages: those with a `weight_s` above 0 have a split backward.
@@ -100,14 +102,20 @@ def split_costs_inside(
 
 
 def inside_s(costs: StepCosts, microbatches: int) -> float:
-    """Simulate the seconds of a step of `1f1b`; stages with a `weight_s` above 0 are split."""
+    """Predict the seconds of a step of `1f1b`, by simulation.
+
+    Args:
+        costs: times and devices of the stages; those with a `weight_s` above 0 have a split
+            backward.
+        microbatches: number of micro-batches.
+    """
     split = tuple(stage for stage, weight_s in enumerate(costs.weight_s) if weight_s)
     schedule = make_schedule(INSIDE, len(costs.devices), microbatches, split=split)
     return simulate(schedule, costs).makespan_s
 
 
 class _SplitCosts:
-    """The costs of the stages of a chain, for any choice of those whose backward is split.
+    """The costs of the stages of a chain, for any choice of the stages whose backward is split.
 
     Attributes:
         may: numbers of the stages that may be split.
@@ -134,13 +142,17 @@ class _SplitCosts:
 
 
 def _parts(problem: StepProblem, a: int, b: int, device: int) -> tuple[float, float] | None:
-    """Seconds of the input and the weight part of a stage's backward; None: it cannot be split.
+    """Look up the times of the two parts of a stage's backward.
 
     Args:
         problem: The partitions and devices.
         a: Number of the stage's first partition.
         b: Number after its last partition.
         device: Its device, by index in the replica.
+
+    Returns:
+        Seconds of the input part and of the weight part, for a micro-batch; None: the backward
+        cannot be split, or has no weight part.
     """
     table, speed = problem.table, problem.speeds[device]
     # the gradient of a weight is the sum of its uses, which one operation adds up

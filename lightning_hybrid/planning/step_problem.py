@@ -28,7 +28,7 @@ class LinkCosts:
     def equal(
         cls, devices: int, bandwidth_bytes_per_s: float, latency_s: float = 0.0
     ) -> "LinkCosts":
-        """Make links that are equal between any two of `devices` devices."""
+        """Make equal links between any two devices, of which there are `devices`."""
         return cls(
             seconds_per_byte=[[1 / bandwidth_bytes_per_s] * devices] * devices,
             latency_s=[[latency_s] * devices] * devices,
@@ -41,7 +41,8 @@ class StepProblem:
 
     A placement is a list of runs of consecutive partitions; each run is a stage. It is given by two
     lists: `ends`, for each run the number after its last partition (rising, the last one is n); and
-    `devices`, for each run its device. Neighbouring runs are on different devices.
+    `devices`, for each run its device, by index in the replica. Neighbouring runs are on different
+    devices.
 
     Attributes:
         table: times and sizes of the partitions; computations and optimizer steps are timed for a
@@ -75,7 +76,10 @@ class StepProblem:
         return [limit * (1 + SLACK) for limit in known]
 
     def held(self, ends: Sequence[int], devices: Sequence[int]) -> list[float]:
-        """(m,) bytes that each device holds in a placement; zeros if they are not known."""
+        """(m,) bytes that each device holds in a placement; zeros if memory is not known.
+
+        Copies of weights that a device borrows are included.
+        """
         held, sums = [0.0] * self.m, self.table.sums["memory_bytes"]
         for (a, b), device in zip(pairwise((0, *ends)), devices):
             held[device] += sums[b] - sums[a]
@@ -84,7 +88,7 @@ class StepProblem:
         return held
 
     def fits(self, ends: Sequence[int], devices: Sequence[int]) -> bool:
-        """Whether every device has enough memory for its runs."""
+        """Whether every device has enough memory for its runs; True if memory is not limited."""
         if not self.ceilings:
             return True
         return all(h <= c for h, c in zip(self.held(ends, devices), self.ceilings))
@@ -114,7 +118,10 @@ class StepProblem:
         return step_s
 
     def costs(self, ends: Sequence[int], devices: Sequence[int]) -> StepCosts:
-        """The times of the parts of a step, for each run of a placement."""
+        """Compute the times of the parts of a step, for each run of a placement.
+
+        Backwards are not split.
+        """
         bounds = list(pairwise((0, *ends)))
 
         def per_run(name: str) -> list[float]:
@@ -151,7 +158,7 @@ class StepProblem:
         return 2 * (weight.size_bytes * rates[device][0] + latency[device][0])
 
     def step_time_s(self, ends: Sequence[int], devices: Sequence[int]) -> float:
-        """Predicted seconds of a fill-drain step; infinite if a device lacks memory."""
+        """Predicted seconds of a fill-drain step of a placement; infinite: memory is lacking."""
         if not self.fits(ends, devices):
             return float("inf")
         return fill_drain_s(self.costs(ends, devices), self.microbatches)

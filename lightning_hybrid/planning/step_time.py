@@ -97,6 +97,10 @@ def fill_drain_s(costs: StepCosts, microbatches: int) -> float:
     The result equals `simulate(gpipe(S, M), costs).makespan_s`; if stages have a `weight_s`, it is
     that of `zero_bubble` with these stages split. It is fast enough to be called thousands of
     times.
+
+    Args:
+        costs: times and devices of the stages.
+        microbatches: number of micro-batches, M.
     """
     if len(set(costs.devices)) == len(costs.devices):
         return _chain_s(costs, microbatches)
@@ -137,7 +141,12 @@ def _shared_s(costs: StepCosts, microbatches: int) -> float:
 
 
 class _Clocks:
-    """The seconds at which devices and links are free again, if stages share devices."""
+    """The seconds at which devices and links are free again, if stages share devices.
+
+    Args:
+        costs: times and devices of the stages.
+        microbatches: number of micro-batches.
+    """
 
     def __init__(self, costs: StepCosts, microbatches: int) -> None:
         self.costs = costs
@@ -187,9 +196,9 @@ class _Clocks:
         """Look up all that `run` needs of a stage.
 
         Args:
-            stage: the stage.
-            target: the stage that gets its messages.
-            taken_s: seconds of a micro-batch.
+            stage: number of the stage.
+            target: number of the stage that gets its messages; no stage has it: nothing is sent.
+            taken_s: seconds that the stage takes for a micro-batch.
 
         Returns:
             The stage's device; `taken_s`; the target's device; by device, when the link to it from

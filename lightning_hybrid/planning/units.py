@@ -30,7 +30,7 @@ def parse(quantity: str, value: Any, where: str) -> float:
 
     Args:
         quantity: A key of `UNITS`.
-        value: The text, such as `"16 GB"`.
+        value: What a file has there: a text such as `"16 GB"`. All else is refused, also a number.
         where: Name of the place that it is from, for the text of an error.
 
     Returns:
