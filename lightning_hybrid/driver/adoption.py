@@ -80,6 +80,7 @@ class Adoption:
         """Plan, cut and check a graph, and give all ranks of the replica their stages of it.
 
         The drivers of all replicas call this together, since replica 0 makes the plan for all.
+        ``found`` gets the network as it is cut, its plan and the result.
 
         Args:
             found: the module that was captured, as this graph or as a chain with this graph in it.
@@ -131,10 +132,20 @@ class Adoption:
     ) -> tuple[Plan, list[StageCode]]:
         """Plan a network, cut its graph, and check that the stages compute what the graph does.
 
-        A network that has deferred tensors is not checked, since its weights are not all here.
+        No rank gets its stages yet. A network that has deferred tensors is not checked, since its
+        weights are not all here.
+
+        Args:
+            found: the module that was captured.
+            first: its graph, with the partitions and with inputs on the network's device.
+            is_part: see :meth:`adopt`.
 
         Returns:
-            The plan, and the code of each stage, from the first stage to the last.
+            The plan, and the code of each stage, from the first stage to the last. If the last
+            stage has copies, one more stage follows, without layers, which joins their outputs.
+
+        Raises:
+            HybridError: there is no plan, or the stages compute something else than the graph.
         """
         graph, partitions = first.graph, first.partitions
         # (plans are kept by name, and each further graph of a chain is a network of its own)
@@ -171,8 +182,10 @@ class Adoption:
             What runs the stages when it is called with the arguments of the graph.
 
         Raises:
-            CannotFollow: the graph uses weights in another order than the stages that own them.
-            NetworkError: layers have changed places since the network was cut.
+            CannotFollow: the graph cannot be cut, or uses weights in another order than the stages
+                that own them.
+            NetworkError: layers have changed places since the network was cut, or its schedule does
+                not allow this graph.
         """
         network, plan = known
         _refuse_moved(found, graph, values)
@@ -197,7 +210,9 @@ class Adoption:
     ) -> NetworkCall:
         """Make what runs the stages in the place of a graph, once all ranks have their stages.
 
-        It tells the user if backwards are to run inside of calls of this graph, and cannot.
+        If backwards are to run inside of calls of this graph, and cannot, the user is told why. If
+        they are not to, ``graph.no_shares`` is set, so that no micro-batch computes a share of the
+        loss.
 
         Args:
             found: the module that was captured.
@@ -243,9 +258,18 @@ class Adoption:
     def _why_whole(
         self, found: FoundNetwork, graph: NetworkGraph, leaves: Sequence[Tensor], wanted: int
     ) -> str | None:
-        """Why batches of a graph must not be split into ``wanted`` parts; ``None``: they may be.
+        """Find out why batches of a graph must not be split into micro-batches.
 
-        The answer is computed once for each graph and number, and kept in ``found.why_whole``.
+        It is found out once for each graph and number, and kept in ``found.why_whole``.
+
+        Args:
+            found: the module that was captured.
+            graph: the captured graph.
+            leaves: the inputs of the graph in this call.
+            wanted: the number of micro-batches.
+
+        Returns:
+            The reason, as a clause; ``None``: batches may be split.
         """
         key = graph, wanted
         if key not in found.why_whole:
@@ -264,11 +288,12 @@ class Adoption:
         """Take the plan of a network from an earlier run, or have replica 0 make one for all.
 
         The drivers of all replicas call this together. A new plan is kept by its name, and printed.
+        The planner gets this plan with those of the networks that follow.
 
         Args:
             name: name of the plan, by which later runs find it.
             found: the module that was captured.
-            first: the first call of its graph, on the network's device.
+            first: its graph, with the partitions and with inputs on the network's device.
             is_part: see :meth:`adopt`.
 
         Raises:
@@ -302,9 +327,11 @@ class Adoption:
         return True
 
     def _choose_plan(self, found: FoundNetwork, first: CalledNetwork, *, is_part: bool) -> Plan:
-        """Make a plan for a network on this replica, which profiles the network.
+        """Choose the number of micro-batches, profile the network on one, and make its plan.
 
-        Called on replica 0 alone. For the arguments see :meth:`_plan`.
+        Called on replica 0 alone. For the arguments see :meth:`_plan`. If no plan fits, twice as
+        many micro-batches are tried, if the number is not the user's and backwards may run inside
+        of calls. If batches must not be split, the user is told so.
 
         Raises:
             HybridError: the network cannot be cut as asked.
@@ -356,7 +383,7 @@ class Adoption:
             found: the module that was captured.
             called: the network, with the inputs of one micro-batch.
             microbatches: into how many micro-batches a batch is split.
-            is_part: see :meth:`adopt`.
+            is_part: see :meth:`adopt`; the user is told if the planner chooses the cuts.
 
         Raises:
             HybridError: the network cannot be cut as asked.
@@ -380,9 +407,7 @@ def refuse_streamed_network(
     *,
     first: bool = True,
 ) -> None:
-    """Refuse a network that cannot run under a schedule which begins later batches early.
-
-    Under any other schedule nothing is refused.
+    """Refuse a network that cannot run under a streamed schedule, if its plan has one.
 
     Args:
         found: the module that was captured.
@@ -461,7 +486,10 @@ def _refuse_moved(found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any
 
 
 def why_not_cut(graph: NetworkGraph) -> str | None:
-    """Why a graph cannot be cut anywhere, as a predicate ("takes no tensor"); ``None``: it can."""
+    """Why a graph cannot be cut anywhere, as a predicate ("takes no tensor").
+
+    ``None``: nothing in the graph forbids it. How many partitions it has is not looked at.
+    """
     for leaf in graph.leaves:
         if not leaf.number and not graph.info[leaf.node].is_strided:
             return f"takes a tensor that is not dense ({leaf.name})"
@@ -527,9 +555,15 @@ def _where_the_network_is(network: nn.Module, leaves: Sequence[Tensor]) -> list[
 
 
 def _microbatches(graph: NetworkGraph, leaves: Sequence[Tensor], stages: int) -> int:
-    """The default number of micro-batches: twice ``stages``, but at least two samples in each.
+    """The default number of micro-batches: twice ``stages``.
 
-    (On CPUs a convolution of a single sample takes several times as long per sample.)
+    It is smaller if a micro-batch would have less than two samples, and at least 1. (On CPUs a
+    convolution of a single sample takes several times as long per sample.)
+
+    Args:
+        graph: the captured graph.
+        leaves: its inputs, for the whole batch.
+        stages: the number of devices of a replica.
     """
     batch = graph.batch_of(leaves) or _first_size(leaves)
     return max(1, min(2 * stages, batch // 2))

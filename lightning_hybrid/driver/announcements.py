@@ -45,7 +45,10 @@ class Announcements:
             self._options.say(f"{found.shown} {text}")
 
     def becomes_several_graphs(self, found: FoundNetwork) -> None:
-        """Say that a network becomes a chain of graphs, for the reason in ``found.reason``."""
+        """Say that a network itself is cut, as a chain of graphs with its Python between them.
+
+        The reason is printed from ``found.reason``.
+        """
         self.say(
             found,
             "becomes several graphs, with its own Python between them on the driver, since it "
@@ -53,7 +56,15 @@ class Announcements:
         )
 
     def runs_its_own_python(self, found: FoundNetwork, reason: str) -> None:
-        """Say that the modules which a network calls are cut in its place, and why."""
+        """Say that a network cannot be captured as one graph, so the modules it calls are cut.
+
+        Its own Python then runs on the driver. (:meth:`becomes_several_graphs`: the network itself
+        is cut, as a chain of graphs.)
+
+        Args:
+            found: the network.
+            reason: why it cannot be captured, as indented lines that stand below the message.
+        """
         self.say(
             found,
             "runs its own Python on the driver, and the modules that it calls are cut in its "
@@ -61,7 +72,12 @@ class Announcements:
         )
 
     def takes_batches_whole(self, found: FoundNetwork, reason: str) -> None:
-        """Say that the batches of a network are not split into micro-batches, and why."""
+        """Say that the batches of a network are not split into micro-batches, and why.
+
+        Args:
+            found: the network.
+            reason: why, as a clause, with a full stop or without.
+        """
         self.say(
             found,
             "takes each batch whole (num_microbatches=1), since its numbers could depend on how "
@@ -69,10 +85,14 @@ class Announcements:
         )
 
     def is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
-        """Say that batches of a network are split, where the user should know more than that.
+        """Say that batches of a network are split, if there is more to say about that.
 
         That is so if a part of the network takes the batch whole, or if it was not proven but only
         tried, for some operations, that samples do not affect each other. Else nothing is printed.
+
+        Args:
+            found: the network.
+            graph: the captured graph that the call has run, which knows both.
         """
         said = "goes through its stages in micro-batches"
         if graph.split_by != "proof":
@@ -107,9 +127,10 @@ class Announcements:
         )
 
     def captured_again(self, found: FoundNetwork) -> None:
-        """Say that a network was captured again, and which value in its Python has changed.
+        """Say that a network was captured again, and which condition of its graph failed.
 
-        It is said once for each kind of value, and not if TorchDynamo has given no reason.
+        The condition is ``found.capture.reason``. It is said once for conditions that differ in
+        numbers alone, and not if TorchDynamo has given no reason.
         """
         reason = found.capture.reason
         if reason is None:
@@ -125,8 +146,8 @@ class Announcements:
     def planned(self, found: FoundNetwork, plan: Plan) -> None:
         """Print the plan of a network, and warnings that follow from it.
 
-        Warnings are about a schedule that is not exact, a compiled network, and batch normalisation
-        in micro-batches.
+        Warnings are about a schedule that is not exact, a network that the user has compiled while
+        its stages are not, and batch normalisation in micro-batches.
         """
         self._options.say(f"{found.shown}: {plan.describe()}".rstrip())
         schedule = STREAMED.get(plan.schedule)
@@ -158,7 +179,8 @@ class Announcements:
             name: name of the network.
             module: the network.
             reason: a predicate of the network, in one or several lines.
-            alone: whether no other network can be cut.
+            alone: whether no other network can be cut, so that the replicas train as under ddp;
+                the line then says so.
         """
         how = ", as under ddp over the replicas" if alone else ""
         stays = "\nIt stays" if "\n" in reason else ": it stays"

@@ -63,7 +63,7 @@ class HeldHooks:
         """Inside, a backward pass runs without the user's hooks; at the end each is called once.
 
         They are called after all gradients have come to the owners of their parameters. After an
-        error inside they are put back, and not called.
+        error inside they are put back, and not called. If no weight has a hook, nothing is done.
 
         Raises:
             NetworkError: a hook is on a weight of a stage with copies; or a post-accumulate hook
@@ -172,7 +172,7 @@ def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:
 
 
 def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
-    """Refuse hooks by ``register_post_accumulate_grad_hook`` under schedules that run ahead.
+    """Refuse hooks by ``register_post_accumulate_grad_hook`` under streamed schedules.
 
     Such a hook possibly changes weights with which later batches have begun already.
 
@@ -191,9 +191,10 @@ def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
 
 
 class ChosenGradients:
-    """Runs the backward passes of the user's code on one driver, in the place of autograd's engine.
+    """Runs the backward passes of the user's code on one driver.
 
-    It gives right gradients also where weights of networks that are cut are chosen as inputs.
+    It is called in the place of the function that runs autograd's engine, and calls that function.
+    Gradients are right also where weights of networks that are cut are chosen as inputs.
 
     Args:
         networks: the networks that are cut; the list may grow.
@@ -220,7 +221,7 @@ class ChosenGradients:
         accumulate_grad: bool,
         **options: bool,
     ) -> tuple[Gradient, ...]:
-        """Run a backward pass, in the place of autograd's engine.
+        """Run a backward pass, in the place of the function that runs autograd's engine.
 
         Args:
             run: the function that runs autograd's engine.
@@ -235,7 +236,8 @@ class ChosenGradients:
             options: further options of the engine.
 
         Returns:
-            For ``grad``: the gradients of the inputs, in their order.
+            For ``grad``: the gradients of the inputs, in their order; ``None`` for an input that
+            the outputs are independent of. What is returned for ``backward`` is not used.
 
         Raises:
             NetworkError: inputs are weights of a network whose stages have copies, which is whole
@@ -334,7 +336,7 @@ def _arisen(gradient: Gradient, tensor: Any, weights: Mapping[int, Tensor]) -> G
     """The whole gradient of an input of `torch.autograd.grad`, after the pass.
 
     That is what autograd has returned, plus, for a weight of a network that is cut, what calls of
-    the network have added to ``weight.grad``.
+    the network have added to ``weight.grad``. ``None``: there is neither.
 
     Args:
         gradient: the gradient that autograd has returned; ``None``: it has found none.

@@ -74,7 +74,7 @@ class LoggingLater:
     """Delays the calls of ``self.log`` and ``self.log_dict`` in a ``forward`` until it is over.
 
     Args:
-        module: the LightningModule.
+        module: the LightningModule. Of another module, under Fabric, nothing is delayed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -141,11 +141,14 @@ _CAPTURING = (
 
 
 def _is_first(error: CannotFollow) -> bool:
-    """Whether a chain of graphs has failed in its first graph, before any Python between graphs.
+    """Whether a chain of graphs has failed in its first graph, so that nothing of it has run.
 
-    Then the graph is called by the `forward` that was captured, whose effects come after the graph.
-    If Python has run before, the traceback shows it: functions that the Python calls have frames of
-    their own, and so has the code that TorchDynamo makes of what follows a graph.
+    The traceback tells. The first graph is called by the `forward` that was captured, whose effects
+    come after the graph. If Python between graphs has run, there are more frames: of functions that
+    it calls, or of the code that TorchDynamo makes of what follows a graph.
+
+    Args:
+        error: what the chain has raised.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return sum(not file.startswith(_CAPTURING) for file in files) <= 1
@@ -246,6 +249,9 @@ class CapturedCalls:
     ) -> Any:
         """Make a call of a network through TorchDynamo, which calls :meth:`run` for each graph.
 
+        If the call is to be verified, what it returns is compared with what the network's own
+        Python returns. What the ``forward`` logs is logged at the end.
+
         Args:
             found: the network.
             arguments: positional arguments of the call.
@@ -258,8 +264,9 @@ class CapturedCalls:
             NotCaptured: TorchDynamo cannot follow the call, and nothing of it has run.
             CannotFollow: a new graph uses weights in another order than the stages that own them,
                 and nothing of the call has run.
-            NetworkError: a part of a chain of graphs cannot be captured, or run in stages; or the
-                call is inside of activation checkpointing.
+            NetworkError: a part of a chain of graphs cannot be captured, or run in stages; the call
+                is inside of activation checkpointing; or its stages compute something else than its
+                Python.
         """
         if torch.is_grad_enabled() and is_checkpointed():
             raise NetworkError(
@@ -305,6 +312,8 @@ class CapturedCalls:
         self, found: FoundNetwork, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
         """Call a network that is a chain of graphs, with Python between them.
+
+        For the arguments and what is returned see :meth:`captured`.
 
         Raises:
             NetworkError: Python between two graphs computes with a weight of another rank, or a
@@ -365,10 +374,17 @@ class CapturedCalls:
             found: the network.
             graph: the captured graph: the whole network, or one graph of a chain.
             values: the arguments of the graph.
-            loss: the loss of the call, if each micro-batch has a share of it.
+            loss: the loss of the call, if each micro-batch has a share of it; it gets its value
+                where backwards run inside of the call.
 
         Returns:
             What the graph returns.
+
+        Raises:
+            CannotFollow: the graph is a new one of a network that is cut, and does not go with its
+                stages.
+            HybridError: the graph cannot be cut as asked.
+            NoMemory: see :meth:`_in_graph`.
         """
         running = self._running
         hollow = found.hollow
@@ -397,7 +413,8 @@ class CapturedCalls:
         For a network of one graph nothing is done.
 
         Raises:
-            NoMemory: the Python before the graph has computed with a weight that a worker owns.
+            NoMemory: at the end: the Python before the graph has computed with a weight that a
+                worker owns now (the cut of this graph may have given it to the worker).
         """
         if found.whole:
             yield

@@ -93,6 +93,11 @@ class Workers:
         If this rank has several stages, no command may be sent inside: a worker that waits for an
         earlier stage of this rank cannot answer. With one stage per rank, a worker carries a
         command out after its part of the pass.
+
+        After an error inside, :attr:`in_step` is False, unless the pass has come to its end.
+
+        Args:
+            engine: runs this rank's stages in the pass.
         """
         self._in_pass = len(engine.owned) > 1
         self.passing_now = True
@@ -136,10 +141,10 @@ class Workers:
             channel.flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop telling the workers that this rank is alive.
+        """Send no more heartbeats, and tell the NCCL guards of other ranks that the run is over.
 
         Args:
-            failed: whether the run has failed.
+            failed: whether the run has failed; then other ranks abort their NCCL operations.
         """
         if self._heartbeat is not None:
             self._heartbeat.close()
@@ -150,8 +155,9 @@ class Workers:
 class Commands:
     """Sends commands to workers, and keeps the proxies of what the workers own up to date.
 
-    Before a command, changes that were made here to proxies are sent to the owners. What the
-    command changes at the workers is marked as stale here.
+    Before a command, changes that were made here to proxies are sent to the owners, and torch's
+    settings to workers that were told others. What the command changes at the workers is marked as
+    stale here.
 
     Args:
         workers: the channels to the workers of this replica.
@@ -216,6 +222,9 @@ class Commands:
 
         Returns:
             The answers, in the order of ``pp_rank``, and what ``compute`` has returned.
+
+        Raises:
+            Exception: see :meth:`ask`; or ``compute`` has raised it.
         """
         self.tell(command)
         try:

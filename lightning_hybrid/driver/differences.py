@@ -109,7 +109,10 @@ _TENSOR_FLOAT_32 = 2.0**-10
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Each tensor, number and text in a result, with the expression that reaches it."""
+    """Each tensor, number and text in a result, behind the expression that reaches it.
+
+    So is the order of the keys of an OrderedDict, as a text. Other objects are left out.
+    """
     if isinstance(value, Tensor):
         yield path, plain(value)
         return

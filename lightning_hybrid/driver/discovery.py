@@ -126,13 +126,17 @@ class Discovery:
 
     @property
     def _opened(self) -> list[str]:
-        """Names of the modules whose capture as one graph has failed."""
+        """Names of the modules whose capture as one graph has failed.
+
+        They are opened (their own Python runs), or cut as chains of graphs.
+        """
         return [watched.name for watched in self._watched.values() if watched.several]
 
     def require(self) -> None:
         """After the first training step: refuse to go on if it has called no network to cut.
 
-        With automatic sizes, networks that cannot be cut are kept on the driver instead.
+        With automatic sizes, networks that cannot be cut are kept on the driver instead. If there
+        are such networks alone, the driver is told that none will be cut.
 
         Raises:
             NetworkNotFoundError: no watched module was called, or none of them can be cut.
@@ -213,6 +217,9 @@ class Discovery:
     ) -> Any:
         """Handle a call of a watched module, outside of calls of other watched modules.
 
+        If a network inside of the module is cut already, the module's own Python runs, which calls
+        the network. Else see :meth:`_called_first`.
+
         Args:
             name: dotted name of the module in the LightningModule.
             module: the module.
@@ -235,9 +242,21 @@ class Discovery:
     def _called_first(
         self, this: WatchedModule, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Handle the first call of a module, or a later one while it is not kept, opened or cut.
+        """Make a call of a module for which it is not decided if it is cut, kept or opened.
 
-        Here it is decided which of these becomes of it. Returns what the call returns.
+        The call decides that, if it can: it is captured, and cut if possible. One in which the
+        module cannot be cut yet runs on the driver, and the next call comes here again.
+
+        Args:
+            this: the module.
+            arguments: positional arguments of the call.
+            keywords: keyword arguments of the call.
+
+        Returns:
+            What the call returns.
+
+        Raises:
+            HybridError: the module cannot be cut as asked.
         """
         module = this.module
         # (a module that several networks share is watched under one of its names only)
@@ -325,13 +344,14 @@ class Discovery:
         """Whether the call that is made now comes too early for the module to be cut.
 
         That is a call without gradients in a run that trains, as in a validation before training:
-        it possibly uses other layers, or one sample. The network is whole on the driver until a
-        training step calls it. A module that has deferred tensors cannot be, and is cut at once.
+        it possibly uses other layers, or one sample. Such a call runs on the driver, which needs
+        the whole module for it. A module with deferred tensors is whole on no rank, so that no call
+        of it is too early: its first call cuts it.
         """
         return self._options.trains and not torch.is_grad_enabled() and is_materialized(module)
 
     def _watch_calls(self, found: FoundNetwork) -> None:
-        """Have later calls of a network go through its capture."""
+        """Have later calls of a network go to `CapturedCalls.call`, and no more to this object."""
         watch(found.module, found.name, lambda n, m, a, k: self._calls.call(found, a, k))
 
     def _call_aside(
@@ -364,8 +384,9 @@ class Discovery:
     def _keep_without_capture(self, this: WatchedModule) -> bool:
         """Keep a module on the driver if it is clear before a capture that it cannot be cut.
 
-        That is so if TorchScript has compiled a part of it, or if another module is opened and this
-        one has fewer layers than there are stages.
+        That is so if TorchScript has compiled a part of it; or if the capture of another module has
+        failed, and fewer modules in this one have parameters of their own than the replica has
+        ranks. The call that is under way is left to the caller.
 
         Returns:
             Whether it was kept.
@@ -384,10 +405,15 @@ class Discovery:
     ) -> FoundNetwork:
         """Set up the capture of calls of a module; nothing is captured yet.
 
+        Hooks of Lightning's profilers are taken off the module.
+
         Args:
             this: the module.
             forward: the module's own ``forward``.
             whole: whether it is captured as one graph; else as a chain of graphs.
+
+        Returns:
+            The module with its ``capture``, which makes a call when it is called.
         """
         name, module = this.name, this.module
         prefix = f"{name}." if name else ""
@@ -424,7 +450,15 @@ class Discovery:
     def _open(
         self, this: WatchedModule, found: FoundNetwork, parts: Sequence[WatchedModule]
     ) -> None:
-        """Let a module run its own Python from here on, and watch the modules that it calls."""
+        """Let a module run its own Python from here on, and watch the modules inside of it.
+
+        The call that is under way is left to the caller.
+
+        Args:
+            this: the module.
+            found: the same module, for the line that tells the user.
+            parts: the modules inside of it.
+        """
         this.put(ModuleState.OPENED)
         self._driver.have_here(this.module)
         self._announcements.runs_its_own_python(found, this.several)
@@ -455,7 +489,8 @@ class Discovery:
         Args:
             this: the network.
             reason: why it is not cut, as a predicate.
-            quiet: whether the user is not told so.
+            quiet: whether the user is not told so. (Nor is the user told once the capture of a
+                module as one graph has failed, which was said.)
         """
         if not quiet and not self._opened:
             alone = not self._others_can_be_cut(this.name)
@@ -470,6 +505,9 @@ class Discovery:
         self, found: FoundNetwork, graph: NetworkGraph, values: Sequence[Any]
     ) -> NetworkCall | None:
         """Plan, cut and check a newly captured graph, or leave it on the driver.
+
+        A network that is cut has its later calls go through its capture; one that is captured as
+        one graph, and not cut, is kept.
 
         Args:
             found: the network of the graph.
@@ -524,7 +562,10 @@ class Discovery:
         return network_partitions(graph)
 
     def _may_stay(self, name: str) -> bool:
-        """Whether a network may be whole on the driver if it has fewer partitions than stages.
+        """Whether a network may stay on the driver if it has fewer partitions than needed.
+
+        It may if the user has asked for no number of stages, in a run that does not train, if the
+        capture of a module as one graph has failed, or if another network can be cut.
 
         Args:
             name: dotted name of the network.
@@ -534,9 +575,15 @@ class Discovery:
         return not asked or bool(self._opened) or self._others_can_be_cut(name)
 
     def _others_can_be_cut(self, name: str) -> bool:
-        """Whether a network is cut already, or one beside the network ``name`` can possibly be.
+        """Whether a network is cut, or one that is neither around nor inside of ``name`` may be.
 
-        The latter has at least as many layers as the replica has ranks.
+        If not, a network that stays whole leaves the other ranks of the replica without a stage:
+        the user is told ("as under ddp"), or it is an error if a number of stages was asked for.
+        One may be cut if at least as many of its modules have parameters of their own as the
+        replica has ranks.
+
+        Args:
+            name: dotted name of the network that stays whole.
         """
         return self._any(ModuleState.CUT) or any(
             len(modules_with_parameters(other.module)) >= self._ranks
@@ -553,6 +600,9 @@ def _in_parts(found: FoundNetwork, reason: str, call: Callable[[], Any]) -> Any:
         reason: why it cannot be captured as one graph.
         call: makes the call.
 
+    Returns:
+        What the call returns.
+
     Raises:
         NetworkError: a part of it fails; the message begins with ``reason``.
     """
@@ -568,9 +618,16 @@ def _in_parts(found: FoundNetwork, reason: str, call: Callable[[], Any]) -> Any:
 
 
 def _hooks_first(module: nn.Module, reason: str) -> str:
-    """Put a module that has a full backward hook, if any, before the reason of a failed capture.
+    """Add to the reason of a failed capture that a part of a module has a full backward hook.
 
-    (Such a hook prevents the capture, which the reason does not tell.)
+    Such a hook prevents a capture, which the reason does not tell.
+
+    Args:
+        module: the module whose capture has failed.
+        reason: why, in the words of TorchDynamo.
+
+    Returns:
+        The reason, below a line that names the first part with such a hook, if there is one.
     """
     hooked = [n or "itself" for n, m in module.named_modules() if has_backward_hooks(m)]
     return f"{hooked[0]!r} has a full backward hook\n{reason}" if hooked else reason

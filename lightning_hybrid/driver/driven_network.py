@@ -143,12 +143,12 @@ class DrivenNetwork(StagedNetwork):
         return frozenset[str]().union(*self.placement.owned)
 
     def tensors(self) -> list[Tensor]:
-        """The parameters and buffers that the network's stages own, here and on workers."""
+        """The parameters and buffers that stages own, here and on workers, in no fixed order."""
         named = tensors_of(self.module)
         return [named[name] for name in self.owned_names]
 
     def weights(self) -> list[nn.Parameter]:
-        """The parameters that the network's stages own, here and on workers."""
+        """The parameters that the network's stages own, here and on workers, in no fixed order."""
         return [tensor for tensor in self.tensors() if isinstance(tensor, nn.Parameter)]
 
     def trained(self) -> Iterator[nn.Parameter]:
@@ -180,6 +180,9 @@ class DrivenNetwork(StagedNetwork):
     ) -> tuple[Call, list[Values]]:
         """Run the pipeline forward on all ranks of the replica.
 
+        Under a streamed schedule, a call that was launched early is only completed here, and the
+        calls of later batches are launched.
+
         Args:
             specialization: the captured graph that is called.
             leaves: the inputs of the graph, for the whole batch.
@@ -189,7 +192,11 @@ class DrivenNetwork(StagedNetwork):
             again: the same call, if it has run before; it draws the same random numbers.
 
         Returns:
-            The call and, per micro-batch, the outputs.
+            The call, for :meth:`backward`; and per micro-batch the outputs of the graph, or with
+            ``ends`` those that it keeps.
+
+        Raises:
+            Exception: a stage has failed.
         """
         while self._dropped:
             self._free(self._dropped.popleft())
@@ -249,17 +256,23 @@ class DrivenNetwork(StagedNetwork):
     ) -> list[Gradients]:
         """Run the pipeline backward on all ranks of the replica.
 
+        Each rank adds the gradients of its parameters to ``parameter.grad``.
+
         Args:
             call: the call, as :meth:`forward` has returned it.
-            gradients: per micro-batch, the gradients of the outputs.
+            gradients: per micro-batch, the gradients of the outputs; ``None``: an output has none.
             parameters: whether parameters get gradients.
-            keep: ``retain_graph``.
+            keep: ``retain_graph``. Else ranks drop what they have kept for the call.
             input_gradient: whether gradients of the inputs are needed.
             factor: the factor of the gradients that backwards inside of the call have left aside;
                 ``None``: there are none.
 
         Returns:
-            Per micro-batch, the gradients of the inputs.
+            Per micro-batch, the gradients of the inputs; empty lists if they are not needed.
+
+        Raises:
+            Exception: the driver's own stage has failed. Failures of workers come with the answer
+                to a later command.
         """
         present = tuple(gradient is not None for gradient in gradients[0])
         pattern_key = call.key, present, parameters, input_gradient
@@ -320,11 +333,11 @@ class DrivenNetwork(StagedNetwork):
     def open_call(
         self, key: CallKey, ahead: int = 0, again: Call | None = None, *, averages: bool = False
     ) -> tuple[Call, Forward]:
-        """Open a call, and make the command that has the workers run its forward.
+        """Open a call, and make the command that has the workers run its forward; send nothing.
 
         Args:
             key: the key of the call.
-            ahead: how many batches before its turn the call begins.
+            ahead: how many batches before its turn the call begins; 0: it is its turn.
             again: the same call, if it has run before.
             averages: whether the gradients that its backwards leave aside are averaged over the
                 replicas inside of the call.
@@ -368,10 +381,10 @@ class DrivenNetwork(StagedNetwork):
         return self.open(command), command
 
     def _averages_inside(self) -> bool:
-        """Whether the call that begins now averages over the replicas inside of it.
+        """Whether the call that begins now averages gradients over the replicas inside of it.
 
-        That is, it averages the gradients that its backwards leave aside. All replicas get the same
-        answer.
+        These are the gradients that backwards inside of the call leave aside. All replicas get the
+        same answer.
         """
         if self.placement.schedule != INSIDE:
             return False
@@ -397,9 +410,9 @@ class DrivenNetwork(StagedNetwork):
             remote.outdate(RemoteKind.PARAMETER)
 
     def _told(self, trainable: tuple[bool, ...]) -> None:
-        """Note which parameters workers give gradients, if this rank has a copy of their stage.
+        """Note which parameters workers compute gradients of, if this rank has a copy of a stage.
 
-        All copies of a stage must sum the gradients of the same parameters.
+        All copies of the stage must sum the gradients of the same parameters.
 
         Args:
             trainable: ``requires_grad`` of every parameter, as the workers were told.

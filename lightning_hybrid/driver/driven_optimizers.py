@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 class DrivenOptimizers:
-    """The optimizers of one run, on the driver.
+    """The optimizers of one run, on the driver: what they do, the workers do with their copies.
 
     Args:
         module: the LightningModule, with the parts that it had at the start.
@@ -77,7 +77,7 @@ class DrivenOptimizers:
     Attributes:
         optimizers: the user's optimizers.
         streamed_by: name of the schedule, if it begins with later batches early; then no optimizer
-            may step as a whole on the driver.
+            may step as a whole on the driver. Empty: no network has such a schedule.
         before_step: called before the workers step.
     """
 
@@ -127,7 +127,18 @@ class DrivenOptimizers:
         return self
 
     def connect(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take charge of the user's optimizers, in place of those of before."""
+        """Take charge of the user's optimizers, in place of those of before.
+
+        From then on, what the user's code does with them reaches the workers, until :meth:`close`.
+        They are sent as by :meth:`ship`.
+
+        Args:
+            optimizers: all optimizers of the run; their positions are their numbers.
+
+        Raises:
+            PlanError: see :meth:`_begin_sending`.
+            HybridError: see there.
+        """
         if self._all_here and (self._shares is None or self.optimizers == list(optimizers)):
             self.optimizers = list(optimizers)  # workers step none, or they are connected already
             return
@@ -141,7 +152,10 @@ class DrivenOptimizers:
         self.ship()
 
     def close(self) -> None:
-        """Take hooks and replaced methods off the optimizers."""
+        """Take hooks and replaced methods off the optimizers, which have this rank's states then.
+
+        :meth:`bring_states` adds those of the workers.
+        """
         for link in self._links:
             link.close()
 
@@ -151,24 +165,43 @@ class DrivenOptimizers:
     def ship(self) -> None:
         """Send the optimizers to the workers, and drop the states of workers' parameters here.
 
-        Before the first network is cut nothing is sent: workers need no optimizers then.
+        Nothing is sent as long as no network is cut, but one may be: workers need no optimizers
+        then.
+
+        Raises:
+            PlanError: see :meth:`_begin_sending`.
+            HybridError: see there.
         """
         if self._steps_all:
             self.ship_in_any_case()
 
     @property
     def _steps_all(self) -> bool:
-        """Whether each parameter's owner is known: a network is cut, or none will be."""
+        """Whether it is known which rank steps each parameter: a network is cut, or none will be.
+
+        Before that, this rank steps all of them.
+        """
         return self._ownership.any_network or self._all_here
 
     def stay_here(self) -> None:
-        """Register that no network will be cut: this rank steps all parameters, or its share."""
+        """Register that no network will be cut: this rank steps all parameters.
+
+        Where states are divided over the replicas, it steps those whose states this replica has.
+        """
         if self._shares is not None and not self._all_here:
             self._all_here = True
             self.ship()
 
     def ship_in_any_case(self) -> None:
-        """Send the optimizers to the workers like :meth:`ship`, also before a network is cut."""
+        """Send the optimizers to the workers like :meth:`ship`, also before a network is cut.
+
+        Where states are to be divided over the replicas, those that other replicas have then are
+        dropped here too. An optimizer that steps as a whole keeps all of its states here.
+
+        Raises:
+            PlanError: see :meth:`_begin_sending`.
+            HybridError: see there.
+        """
         parameters = self._parameters
         # first of all: one that steps whole keeps all of its states on this rank
         for link in self._links:
@@ -199,7 +232,8 @@ class DrivenOptimizers:
     def _divide(self, parameters: Mapping[str, Parameter]) -> None:
         """Divide the states of parameters over the replicas, if this is asked and owners are known.
 
-        States that other replicas have then are dropped here.
+        States that other replicas have then are dropped here. All replicas divide alike, without a
+        message.
 
         Args:
             parameters: by name, the parameters that all ranks have.
@@ -221,7 +255,10 @@ class DrivenOptimizers:
             self._shares.drop(optimizer)
 
     def _begin_sending(self, link: OptimizerLink) -> None:
-        """Say once that an optimizer steps as a whole on the driver, where it does.
+        """Note that an optimizer is being sent; if it steps as a whole, tell the user so once.
+
+        Args:
+            link: the link of the optimizer.
 
         Raises:
             PlanError: it steps as a whole, which a streamed schedule does not allow.
@@ -244,17 +281,21 @@ class DrivenOptimizers:
         refuse_deferred(link.optimizer, link.reason)
 
     def gather_states(self) -> None:
-        """Bring the states of all ranks of the replica into the optimizers on this rank."""
+        """Fetch the workers' states into the optimizers, which are still connected.
+
+        It is for a run that has failed, as long as the workers can be asked. (After a run that has
+        ended well see :meth:`bring_states`.)
+        """
         for link in self._links:
             link.gather_state()
 
     def bring_states(self) -> None:
-        """Put the states of all ranks into the optimizers, after :meth:`close`."""
+        """After :meth:`close`: put the states of all ranks of the replica into the optimizers."""
         for link in self._links:
             link.bring_state()
 
     def forget(self) -> None:
-        """After the run: what still refers to this object keeps no states alive."""
+        """After the run: drop the optimizers, which a reference to this object would keep alive."""
         for link in self._links:
             link.forget()
         self.optimizers = []
@@ -266,9 +307,13 @@ class DrivenOptimizers:
     def step(self, index: int, changed: list[Hyperparameters] | None) -> None:
         """Have the workers step, after the driver's optimizer has stepped.
 
+        Where states are divided over the replicas, each rank then gets the new weights of the other
+        replicas' shares (collective over the replicas).
+
         Args:
             index: number of the optimizer.
-            changed: its parameter groups; ``None``: they are as in the last step.
+            changed: its parameter groups, for their options; ``None``: they are as in the last
+                step.
         """
         self.before_step()
         if self._ownership.any_network:  # else nobody would hear of the precision
@@ -281,13 +326,17 @@ class DrivenOptimizers:
             self._shares.exchange()
 
     def share(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, the optimizer steps this rank's share of what it owns, if states are divided."""
+        """Make the context of a step: inside, the optimizer steps this replica's share alone.
+
+        The share is of the parameters that this rank owns: those whose states this replica has.
+        Where states are not divided, nothing is changed. :meth:`step` must follow.
+        """
         if self._shares is None or not self._steps_all:
             return nullcontext()
         return self._shares.alone(optimizer)
 
     def zero_grad(self, index: int, set_to_none: bool) -> None:
-        """Have the workers clear the gradients of an optimizer.
+        """Have the workers clear the gradients of an optimizer; those on this rank are left.
 
         Args:
             index: number of the optimizer.
@@ -306,10 +355,18 @@ class DrivenOptimizers:
         self._ownership.add_copied_gradients()
 
     def state(self, index: int) -> dict[str, dict[str, Any]]:
-        """The state of an optimizer that the workers have, by parameter name.
+        """Ask the workers for their states of an optimizer.
 
-        Its tensors are on the CPU, mapped from files; inside of :meth:`unread` they stay on the
-        workers until they are read.
+        Args:
+            index: number of the optimizer.
+
+        Returns:
+            By name of the parameter, its state by key. Tensors are on the CPU, mapped from files;
+            inside of :meth:`unread` they stay on the workers until they are read. Empty: no network
+            is cut.
+
+        Raises:
+            OSError: there is no room for a file.
         """
         if not self._ownership.any_network:
             return {}
@@ -323,7 +380,8 @@ class DrivenOptimizers:
 
         Args:
             optimizer: the user's optimizer.
-            here: whether this rank gets the state dict; else it gets an empty one.
+            here: whether this rank gets the state dict; else it gets an empty one. Where states are
+                divided it may be true on replica 0 alone, which gets those of the others.
             unread: whether tensors of workers stay there until they are read; see :meth:`unread`.
         """
         divides = self._others is not None and bool(self._links)
@@ -340,9 +398,10 @@ class DrivenOptimizers:
                 return complete(link.optimizer, optimizer.state_dict(), self._names, others)
 
     def left(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer after a failed run, in the form of one device.
+        """After a run has failed: the state dict of an optimizer, from what this rank has.
 
-        It is without states where replicas divide them: other replicas can be asked no more.
+        It has the form of one device. Where replicas divide its states it has none of them, since
+        other replicas can be asked no more; the user is told so.
         """
         if self._others is None:
             return optimizer.state_dict()
@@ -361,6 +420,9 @@ class DrivenOptimizers:
         """The checkpoint without the states that other replicas are known to have.
 
         Loading moves states to the devices of their parameters, which may have no room for all.
+
+        Args:
+            checkpoint: a checkpoint with ``optimizer_states``; it is not changed.
         """
         others = self._others
         if others is None:
@@ -378,9 +440,14 @@ class DrivenOptimizers:
         return {**checkpoint, "optimizer_states": left}
 
     def _states_of_others(self, link: OptimizerLink) -> StatesByName:
-        """The states that other replicas have, by name of the parameter (collective over drivers).
+        """Bring the states that other replicas have to replica 0 (collective over the drivers).
 
-        The driver of replica 0 gets them.
+        Args:
+            link: the link of the optimizer.
+
+        Returns:
+            On the driver of replica 0, by name of the parameter its state by key: mapped from
+            files, or inside of :meth:`unread` with unread tensors. What others get is not used.
         """
         index = self._links.index(link)
         mine = link.states_here() | ({} if link.is_back else self.state(index))
@@ -422,7 +489,7 @@ class DrivenOptimizers:
             index: number of the optimizer.
             replica: number of the replica that has the state.
             name: name of the parameter.
-            state: the state, with a `TensorSpec` in the place of each of these tensors.
+            state: the state by key, with a `TensorSpec` in the place of each of these tensors.
         """
         # ranks are numbered replica by replica, and within one the driver is the first
         rank = replica * self._mesh.coordinates.ranks_per_replica + self._ownership.rank_of(name)
@@ -434,14 +501,21 @@ class DrivenOptimizers:
         }
 
     def find(self, owned: TensorAddress) -> Tensor:
-        """The tensor of an optimizer's state that this rank has."""
+        """The tensor of an optimizer's state that this rank has.
+
+        Args:
+            owned: its address, with the number of the optimizer.
+        """
         assert owned.optimizer is not None
         found: Tensor = self._links[owned.optimizer].states_here()[owned.name][owned.state]
         return found
 
     @contextmanager
     def at_hand(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, all parameters and gradients of an optimizer are on this rank's device."""
+        """Inside, all parameters and gradients of an optimizer are on this rank's device.
+
+        At the end, parameters and changed gradients of workers are sent back to them.
+        """
         with as_they_are():
             ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         names = (self._names.get(i) for i in ids)
@@ -450,7 +524,7 @@ class DrivenOptimizers:
             yield
 
     def _tell(self, command: OptimizerCommand) -> None:
-        """Send a command about an optimizer to the workers, which know its groups by then.
+        """Send the workers a command about an optimizer, after its new groups, if there are any.
 
         Before the first network is cut nothing is sent: workers have no optimizers then.
         """
@@ -459,7 +533,11 @@ class DrivenOptimizers:
             self._commands.tell(command)
 
     def _ship_new_groups(self, index: int) -> None:
-        """Send the optimizers if none were, or `add_param_group` has changed one since."""
+        """Send the optimizers if this one was not sent, or was given groups or parameters since.
+
+        Args:
+            index: number of the optimizer.
+        """
         if not self._links[index].sent or self._links[index].has_new_groups:
             self.ship()
 
@@ -474,7 +552,7 @@ class DrivenOptimizers:
         *,
         finite: bool = False,
     ) -> Tensor:
-        """Scale the gradients of all stages so that their common norm is at most ``max_norm``.
+        """Scale the gradients on all ranks so that their common norm is at most ``max_norm``.
 
         Args:
             optimizer: the user's optimizer; the gradients are those of its parameters.
@@ -483,7 +561,7 @@ class DrivenOptimizers:
             finite: whether a norm that is not finite is an error.
 
         Returns:
-            The norm before scaling.
+            The norm before scaling, a scalar.
 
         Raises:
             RuntimeError: the norm is not finite, and ``finite``; nothing was scaled.
@@ -513,7 +591,11 @@ class DrivenOptimizers:
 
     @signals_deferred
     def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
-        """Multiply the gradients of all stages by ``factor``.
+        """Multiply the gradients on all ranks by a factor, to undo loss scaling before a step.
+
+        Args:
+            optimizer: the user's optimizer; the gradients are those of its parameters.
+            factor: the factor, a scalar.
 
         Returns:
             Whether a gradient is not finite; the same on all replicas, since gradients are averages
@@ -535,8 +617,12 @@ class DrivenOptimizers:
 
         Before the first network is cut none is asked, as by :meth:`_tell`.
 
+        Args:
+            command: the command, which workers answer.
+            compute: what is called here meanwhile; it must not send commands.
+
         Returns:
-            Their answers, and what was computed.
+            Their answers, in the order of ``pp_rank``, and what ``compute`` has returned.
         """
         if self._ownership.any_network:
             self._ship_new_groups(command.optimizer)
@@ -545,7 +631,7 @@ class DrivenOptimizers:
         return [], compute()
 
     def clip_values(self, optimizer: Optimizer, bound: float) -> None:
-        """Clamp the gradients of all stages to [-bound, bound]."""
+        """Clamp the gradients of an optimizer's parameters on all ranks to [-bound, bound]."""
         self._tell(ClipValues(self._index(optimizer), float(bound)))
         with as_they_are():
             nn.utils.clip_grad_value_(parameters_of(optimizer), bound)

@@ -82,7 +82,8 @@ class Driver:
         options: what the run has decided.
         watch: adds up the time in which this rank computes.
         batches: the training batches, the current one and those after it that are known.
-        before: the driver of this replica in the same run until now, which had other stages.
+        before: the driver of this replica in the same run until now, which had other stages;
+            ``None``: this is the first one of the run.
 
     Attributes:
         device: the device of this rank.
@@ -199,6 +200,9 @@ class Driver:
     ) -> DrivenNetwork:
         """Give every rank of the replica its stages of a network that has been cut.
 
+        From then on workers own the weights of their stages, and have the optimizers; weights that
+        workers own are proxies here.
+
         Args:
             name: dotted name of the network in the LightningModule.
             network: the module.
@@ -206,6 +210,9 @@ class Driver:
             placement: which ranks get which stage, and under which schedule they run.
             continues_generators: whether the network draws its random numbers from the generators
                 of the code around a call, instead of from generators of its own.
+
+        Returns:
+            The network, which runs calls of it on all ranks.
 
         Raises:
             Exception: see :meth:`Distribution.distribute`.
@@ -249,7 +256,10 @@ class Driver:
                 network.stream.drop()
 
     def _weights_change(self) -> None:
-        """Note that weights are about to change, so that no call can be computed again."""
+        """Note that weights are about to change.
+
+        No call of before can be computed again then, and calls that were begun early are discarded.
+        """
         for network in self._networks:
             network.age += 1
         self.interrupt()
@@ -287,7 +297,11 @@ class Driver:
             ) from error
 
     def keep(self, module: nn.Module) -> None:
-        """Keep a network whole on this rank's device; the replicas average its gradients."""
+        """Keep a network whole on this rank's device; the replicas average its gradients.
+
+        If replicas may have other weights, they get those of replica 0 (collective over the
+        drivers).
+        """
         self.have_here(module, whole=True)
         self._replicated.renew_rest()
         if self._options.share:
@@ -347,7 +361,14 @@ class Driver:
         return dict(zip(driven.full_names(named), named.values()))
 
     def _share_from_replica_0(self, network: int, averaging_group: AveragingGroup) -> None:
-        """Broadcast the weights of replica 0, since each has made its own."""
+        """Give all replicas the weights of replica 0, since each has made its own.
+
+        All ranks of all replicas take part.
+
+        Args:
+            network: number of the network.
+            averaging_group: the group of this rank's stages of it.
+        """
         # workers are told first: each rank joins the broadcast of its own stages at the same time
         self.commands.tell(protocol.BroadcastWeights(network))
         averaging_group.broadcast_weights()
@@ -358,9 +379,13 @@ class Driver:
     def begin_step(self, batch: int, *, whole: bool = True) -> None:
         """Prepare for a `training_step`: count calls of networks from 0, and synchronize buffers.
 
+        All replicas get the buffers of replica 0 that training reads. As under DDP, they do not
+        after a step that has averaged no gradients.
+
         Args:
             batch: how many training batches the run has seen before.
-            whole: whether no autograd graph from before goes on in this step.
+            whole: whether no autograd graph from before goes on in this step; then it is forgotten
+                which proxies are in one.
         """
         self.calls.begin(batch)
         if whole:
@@ -467,6 +492,9 @@ class Driver:
         Returns:
             A function for any thread, which writes this rank's copy, waits for those of the workers
             and completes the checkpoint.
+
+        Raises:
+            OSError: this rank cannot write to the folder.
         """
         divided = DividedCheckpoint.of(checkpoint)
         self._tell_shards(divided.elsewhere, folder, staged=True)
@@ -495,7 +523,11 @@ class Driver:
 
     @signals_deferred
     def reports(self, name: str) -> list[Any]:
-        """The answers of all workers, in the order of their ranks, to the report of this name."""
+        """Ask all workers for a report; return its value on each, in the order of their ranks.
+
+        Args:
+            name: name of the report, such as ``busy_s``; see `GiveReport`.
+        """
         return [answer.value for answer in self.commands.ask(protocol.GiveReport(name))]
 
     # ------------------------------------------------------------------ the end
@@ -527,7 +559,9 @@ class Driver:
 
     @signals_deferred
     def end(self) -> None:
-        """End the run. This rank gets the states of all ranks' optimizers.
+        """End the run on the workers, after :meth:`close`.
+
+        The user's optimizers get the states of all ranks of the replica.
 
         Raises:
             Exception: a worker has failed since its last answer.
@@ -537,7 +571,9 @@ class Driver:
 
     @signals_deferred
     def end_stages(self) -> None:
-        """End all stages, after :meth:`bring_all`: other stages follow in the same run.
+        """End all stages, after :meth:`bring_all` and :meth:`close`; others follow in the same run.
+
+        The user's optimizers get the states of all ranks of the replica, for the next driver.
 
         Raises:
             Exception: see :meth:`end`.
@@ -555,11 +591,10 @@ class Driver:
 
     @signals_deferred
     def salvage(self) -> None:
-        """Put the weights of all stages into the module, before :meth:`abort`.
+        """After a failure, before :meth:`abort`: bring weights and states of optimizers here.
 
-        So a script that catches the error has the trained weights, as on one device, and the states
-        of the optimizers, for a checkpoint. If the workers cannot be asked any more,
-        nothing happens.
+        So a script that catches the error has the trained weights in the module, as on one device,
+        and the states for a checkpoint. If workers cannot be asked any more, nothing happens.
         """
         if not (self._workers.ranks and self._workers.in_step):
             return
@@ -571,12 +606,15 @@ class Driver:
             self.optimizers.gather_states()
 
     def abort(self, failure: Failure) -> None:
-        """Tell the workers that still run that this replica has failed, and why."""
+        """Tell the ranks that still run that this one has failed, and why; send no heartbeats."""
         self._workers.close(failed=True)
         self._mesh.say_goodbye(failure)
 
     def close(self) -> None:
-        """Write the trace, and make ordinary parameters and optimizers of those of the run."""
+        """Write the trace, and make ordinary parameters and optimizers of those of the run.
+
+        A read of a weight of a worker that was not brought here is then an error.
+        """
         self._trace.write()
         self.remote.close()
         for name, tensor in self._lost.items():

@@ -62,7 +62,8 @@ class ForeseenCalls:
     ) -> Any:
         """Capture the first call of a watched module, outside of calls of other watched modules.
 
-        If it cannot be captured, its Python runs, and the modules inside of it are watched.
+        Its graph is added to :attr:`seen`, or to :attr:`problems` why it cannot be cut. If the call
+        cannot be captured, its Python runs, and the modules inside of the module are watched.
 
         Returns:
             What the call returns.

@@ -100,7 +100,7 @@ class WatchedModule:
         name: its dotted name in the LightningModule.
         module: the module.
         state: its state.
-        reason: why it is in this state, in the words of messages.
+        reason: why it is in this state, as a predicate of the module; empty: it needs no reason.
         several: why it cannot be captured as one graph; empty: it can, or is not captured yet.
     """
 

@@ -225,8 +225,16 @@ class _InsideCall:
     def _read(self, index: int) -> Tensor:
         """Make the numbers of a late output, which is read now, by running the call again.
 
+        They are kept for the next read, and later calls keep theirs.
+
         Args:
             index: position of the output.
+
+        Returns:
+            The output, with its numbers.
+
+        Raises:
+            NetworkError: see :meth:`again`.
         """
         self.calls.read.add(index)
         if index not in self._made:
@@ -338,9 +346,12 @@ def _go_back_again(
 
     Args:
         run: the call.
-        of_loss: the gradient of the loss.
-        of_outputs: the gradients of the outputs.
+        of_loss: the gradient of the loss; ``None``: it has none.
+        of_outputs: the gradients of the outputs; ``None``: an output has none.
         parameters: whether parameters get gradients.
+
+    Raises:
+        NetworkError: see :meth:`_InsideCall.again`.
     """
     graph, network = run.calls.specialization.graph, run.calls.network
     call, parts = run.again(grad=True)

@@ -29,9 +29,16 @@ class Specialization:
         ] = {}
 
     def split(self, leaves: Sequence[Tensor]) -> tuple[list[list[Tensor]], NumbersOfMicrobatches]:
-        """Split the inputs of a call. Per micro-batch: its inputs, and the graph's numbers in it.
+        """Split the inputs of a call into micro-batches.
 
-        (The graph's numbers follow from the sizes of inputs.)
+        It is a single one, of the whole batch, if the graph does not hold for parts of their size.
+
+        Args:
+            leaves: the inputs of the graph, for the whole batch.
+
+        Returns:
+            Per micro-batch its inputs; and per micro-batch the values of the graph's numbers, which
+            follow from the sizes of the inputs.
         """
         parts, numbers, _ = self._known(leaves)
         return self.graph.split(leaves, parts), numbers

@@ -60,7 +60,10 @@ def owner_of(hook: Any) -> Any:
 
 @contextmanager
 def undone(root: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Inside, the Python of a copy of a network runs; afterwards objects are as they were before.
+    """Inside, the Python of a copy of a network runs; at the end, what it has changed is put back.
+
+    That is what it has changed in objects that the copy shares with the run: attributes,
+    containers, buffers, closures and globals. The docstring of this file says which.
 
     Args:
         root: the LightningModule.
@@ -311,15 +314,19 @@ class ModuleCopy:
 
     def call(
         self, device: torch.device, rows: ChooseSamples | None = None
-    ) -> tuple[nn.Module, Any, tuple[Any, ...]]:
-        """Run the module's Python on a copy of the copy; nothing is kept for a backward.
+    ) -> tuple[nn.Module, Any, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Run the module's Python on a fresh copy of the copy, so that it can be called again.
+
+        What it prints or warns of is dropped. Grad mode stays as it is, but autograd saves no
+        tensors, so the result is only for a comparison, not for a backward.
 
         Args:
             device: where it runs.
             rows: chooses samples of the batch; ``None``: all of them.
 
         Returns:
-            The module that was called, what it has returned, and its arguments after the call.
+            The module that was called; what it has returned; and a pair of its positional arguments
+            and its keyword arguments, which the call has possibly changed.
 
         Raises:
             WritesWeights: the call has changed the module's parameters.

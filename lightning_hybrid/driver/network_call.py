@@ -51,14 +51,21 @@ class NetworkCall:
     ) -> list[Any]:
         """Run the pipeline in the place of the graph.
 
+        Arguments that the network changes in place are changed.
+
         Args:
             values: the arguments of the graph.
             loss: the loss of this call, if each micro-batch has a share of it; it gets its value
                 where backwards run inside of the call.
-            keep: whether all outputs will be read.
+            keep: whether all outputs will be read. (If backwards run inside of the call, the
+                numbers of other outputs are made when they are read.)
 
         Returns:
             What the graph returns.
+
+        Raises:
+            NetworkError: see :func:`_refuse_shared_memory`.
+            Exception: a stage has failed.
         """
         graph = self.specialization.graph
         leaves = graph.bind(values)

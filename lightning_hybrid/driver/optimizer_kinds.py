@@ -70,7 +70,10 @@ def register_optimizer(kind: K) -> K:
 
 
 def why_steps_whole(optimizer: Optimizer) -> str:
-    """Why an optimizer steps as a whole, on the driver; empty: each rank steps its parameters."""
+    """Why an optimizer steps as a whole, on the driver, as a clause.
+
+    Empty: it steps in parts, each rank its own parameters.
+    """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim.") and kind not in _DECLARED:
         return "it looks at all parameters together"

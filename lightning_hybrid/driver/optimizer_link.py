@@ -42,6 +42,7 @@ class OptimizerLink:
         others: which of its states are on other replicas; ``None``: replicas do not divide them.
 
     Attributes:
+        optimizer: see above.
         reason: why it does not step in parts, each rank its own parameters; empty: it does.
         sent: whether workers have the optimizer, or are about to get it.
     """
@@ -116,7 +117,10 @@ class OptimizerLink:
         return here and not self._left
 
     def gather_state(self) -> None:
-        """Fetch the states of the workers' parameters into ``optimizer.state``, if not here yet."""
+        """Fetch the states of the workers' parameters into ``optimizer.state``, if not here yet.
+
+        To be called before :meth:`close`; after it see :meth:`bring_state`.
+        """
         if self._state is not None and not self.is_back:
             self._state.arrive()
 
@@ -140,7 +144,7 @@ class OptimizerLink:
             optimizer.register_step_pre_hook(self._others.refuse_step)
 
     def states_here(self) -> dict[str, dict[str, Any]]:
-        """The states that this rank has, by parameter name."""
+        """The states that this rank has: by name of the parameter, its state by key."""
         state = self.optimizer.state
         own = state.own() if isinstance(state, FetchedStates) else state
         return {self._names.get(id(p), ""): state for p, state in own.items() if state}
@@ -196,7 +200,7 @@ class OptimizerLink:
         return bool(self.reason)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients here and on the workers."""
+        """Clear the gradients here and on the workers; it replaces ``optimizer.zero_grad``."""
         with as_they_are():
             self._zero_grad(set_to_none)
         if not self._closed:
@@ -275,7 +279,7 @@ class OptimizerLink:
         return own
 
     def _stepping(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> Any:
-        """Before a step: restrict the optimizer to what this rank owns; a step-pre-hook of torch.
+        """Before a step: restrict the optimizer to what this rank owns (a step pre-hook of torch).
 
         While the closure runs, which the step calls, the restriction is lifted. An optimizer that
         steps as a whole is not restricted: its parameters are fetched.
@@ -287,6 +291,9 @@ class OptimizerLink:
 
         Returns:
             The arguments and keywords of the step with a wrapped closure; ``None``: as they are.
+
+        Raises:
+            HybridError: in the wrapped closure: the step has changed options of groups before it.
         """
         self._depth += 1
         # (a step that calls its base class's step runs the hooks once more)
@@ -339,22 +346,34 @@ class OptimizerLink:
         self._entered.enter_context(self._counterparts.share(self.optimizer))
 
     def silence_state(self) -> None:
-        """Have reads of ``optimizer.state`` fetch nothing from workers for a while.
+        """Have reads of ``optimizer.state`` fetch nothing from workers from here on.
 
-        That ends with the next step, state dict or :meth:`shipped`.
+        That ends with the next step or state dict, or with :meth:`shipped` or :meth:`close`.
         """
         if self._state is not None:
             self._entered.enter_context(self._state.quietly())
 
     def _tell_changes(self) -> None:
-        """Send the optimizer to the workers before a step, if it was changed here by hand."""
+        """Before a step: send the optimizer to the workers, unless they have it as it is now.
+
+        They do not if it was never sent, all states are here (as ``optimizer.state`` was read), or
+        its groups or attributes were changed by hand.
+        """
         back = self._state is not None and self.is_back
         changed = self._attributes != plain_attributes(self.optimizer)
         if not self.sent or back or changed or self.has_new_groups:
             self._counterparts.ship()
 
     def _complete(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add the workers' states to a state dict (a hook of `Optimizer.state_dict`)."""
+        """Add the workers' states to a state dict (a post-hook of `Optimizer.state_dict`).
+
+        Args:
+            optimizer: the optimizer.
+            state_dict: what it has made from the states on this rank.
+
+        Returns:
+            The state dict that one device would have.
+        """
         self._entered.close()
         if self.whole:
             return state_dict
@@ -363,7 +382,10 @@ class OptimizerLink:
         return complete(optimizer, state_dict, self._names, remote)
 
     def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        """After a step: have the workers step, unless the optimizer steps as a whole."""
+        """After a step: have the workers step, unless the optimizer steps as a whole.
+
+        It has the form of a step post-hook of torch.
+        """
         self._depth -= 1
         if self._depth > 0:
             return

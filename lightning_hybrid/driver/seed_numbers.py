@@ -61,7 +61,7 @@ class StepCalls:
         """Take the number of the call that is made now, which seeds its random numbers.
 
         Call it once for each call: evaluations are counted here, and a number that :meth:`expect`
-        has fixed is used up.
+        has fixed is used up. (Differentiable calls are counted by the caller, in :attr:`count`.)
 
         Args:
             grad: whether the call is differentiable. Calls that are not get negative numbers.

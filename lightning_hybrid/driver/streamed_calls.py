@@ -52,7 +52,10 @@ class Batch(Protocol):
 
 
 class Batches:
-    """The training batches of a run whose schedule is not streamed: none is fetched early."""
+    """The training batches of a run whose schedule is not streamed: none is fetched early.
+
+    Under a streamed schedule a subclass is used, which fetches them.
+    """
 
     def ahead(self, count: int) -> Batch | None:
         """The batch that comes ``count`` batches after the current one; in this class ``None``.

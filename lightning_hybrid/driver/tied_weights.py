@@ -33,8 +33,8 @@ class Borrowing:
             borrowers may have some that the owners lack.
 
     Attributes:
-        active: whether a rank uses a weight that another one owns, so that :meth:`refresh` must be
-            called before each forward.
+        active: whether a rank uses a weight that another one owns (it is tied, or the driver has a
+            copy of a worker's stage), so that :meth:`refresh` must be called before each forward.
     """
 
     def __init__(self, commands: Commands, ownership: Ownership, unaveraged: set[int]) -> None:
@@ -47,7 +47,7 @@ class Borrowing:
         self._current: object = None
 
     def __bool__(self) -> bool:
-        """Whether any rank borrows a tied weight."""
+        """Whether any rank borrows a tied weight; weights of copied stages do not count here."""
         return bool(self._here or self._workers)
 
     def add(self, names: Sequence[Sequence[str]]) -> None:

@@ -193,6 +193,9 @@ class Check:
     def begin(self, call: NetworkCall, values: Sequence[Any], *, synchronised: bool) -> None:
         """Run the Python of a network that is one graph, before its stages run.
 
+        It runs on a copy of the module, on the whole batch or, if numbers depend on how it is
+        split, on the first micro-batch. The results are kept for :meth:`compare`.
+
         Args:
             call: the call of the stages that follows.
             values: the arguments of its graph.
@@ -368,8 +371,13 @@ class Check:
     def _python(self, rows: ChooseSamples | None = None) -> Made:
         """Call the network's own Python on the copy, and give its results by name.
 
+        Random generators start as in the call that is checked, and are put back.
+
         Args:
             rows: chooses samples of the batch; ``None``: all of them.
+
+        Returns:
+            By name, the output, the arguments after the call, and the attributes that it has set.
 
         Raises:
             _Inconclusive: the Python does not run on a copy, or lacks memory.
@@ -397,7 +405,10 @@ class Check:
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
-        """Inside, torch's generators start as they were before the call; then they are put back."""
+        """Inside, torch's generators start as they were before the call.
+
+        At its end they have again the states that they had when it was entered.
+        """
         with generators_of_microbatch(None, self._device):
             set_random_state(self._before, self._device)
             yield
@@ -452,7 +463,7 @@ class Check:
 
 
 def _given(result: Any, given: tuple[Any, ...]) -> dict[str, Any]:
-    """Put the results of a call under names for the comparison.
+    """Put the results of a call under the names ``output``, ``arguments`` and ``keywords``.
 
     Args:
         result: what the call has returned.

@@ -57,6 +57,9 @@ class FilesOfWorkers:
         commands: sends commands to the workers.
         folder: where files are written, if possible.
         here: the coordinates of this rank.
+
+    Attributes:
+        folder: see above.
     """
 
     def __init__(self, commands: Commands, folder: str, here: Coordinates) -> None:
@@ -70,11 +73,11 @@ class FilesOfWorkers:
 
         Args:
             at_end: whether the run ends, so that gradients are written too.
-            but: names of tensors that are left out.
+            but: names in the LightningModule of tensors that are left out.
 
         Returns:
-            Of each worker a dictionary with its tensors by name, under ``"weights"`` (buffers
-            included) and ``"gradients"``.
+            For each worker, in the order of ``pp_rank``, a dictionary with its tensors by name,
+            under ``"weights"`` (buffers included) and ``"gradients"``.
 
         Raises:
             OSError: there is no room for a file.
@@ -82,7 +85,13 @@ class FilesOfWorkers:
         return self._ask(WriteTensors(self.folder, at_end, but))
 
     def states(self, index: int) -> dict[str, dict[str, Any]]:
-        """The workers' states of optimizer ``index``, by parameter name, mapped from files.
+        """Have each worker write its states of an optimizer to a file, and map the files.
+
+        Args:
+            index: number of the optimizer.
+
+        Returns:
+            By name of the parameter, its state by key.
 
         Raises:
             OSError: there is no room for a file.
@@ -91,10 +100,13 @@ class FilesOfWorkers:
         return {name: state for file in found for name, state in file.items()}
 
     def unread(self, owned: TensorAddress, spec: TensorSpec) -> Tensor:
-        """An unread tensor for one of a worker's; a read after a change there is refused.
+        """Make a tensor that stands for one of a worker's, and fetches it when it is read.
+
+        A read is an error if parameters have changed since, as by a step; or if the tensor is on
+        another replica, where its rank can only write it to a sharded checkpoint.
 
         Args:
-            owned: which one. One of another replica can be saved by its rank, and not be read here.
+            owned: the rank and name of the worker's tensor.
             spec: its shape, type and strides.
         """
         remote = self._commands.remote
@@ -138,7 +150,15 @@ class FilesOfWorkers:
         return [self._sent(rank, command) for rank in self._commands.workers.ranks]
 
     def _sent(self, rank: int, command: WriteTensors | WriteStates) -> Any:
-        """What a worker would write to a file, which it sends: this rank writes a file of it."""
+        """Have a worker send what it would write to a file, and write and map the file here.
+
+        Args:
+            rank: ``pp_rank`` of the worker.
+            command: the command to write the file.
+
+        Returns:
+            What the file has, as :meth:`tensors` and :meth:`states` describe it for one worker.
+        """
         self._commands.tell_each({rank: replace(command, folder=None)})
         [answer] = self._commands.workers.hear([rank])
         return received(answer, self.folder)
@@ -149,7 +169,8 @@ class Replicated:
 
     Args:
         module: the LightningModule.
-        start: it with the parts that it had at the start.
+        start: its outline, with the submodules that it had at the start; workers know tensors by
+            their names in it.
         group: the process group of the drivers of all replicas.
         device: the driver's device.
         survivors: the replicas that go on if one is lost.
@@ -157,8 +178,8 @@ class Replicated:
     Attributes:
         networks: by number of the network, the group of this rank's stages of it.
         rest: the group of tensors that no network owns: temperatures, loss weights, small networks.
-        here: whether the tensors of the rest have been moved to the device; until a network is cut
-            they may be on the CPU.
+        here: whether the tensors of the rest have been moved to the device. They may be on the CPU
+            until a network is cut, or it is known that none will be.
     """
 
     def __init__(
@@ -194,23 +215,26 @@ class Replicated:
         self.renew_rest()
 
     def note_no_cut(self) -> None:
-        """Register that no network will be cut: all parameters are averaged as the driver's own."""
+        """Register that no network will be cut: all tensors are of the rest, on the device."""
         if not self.here:
             self.here = True
             self.renew_rest()
 
     def renew_rest(self) -> None:
-        """Make a new group of the rest, from the tensors that no network owns now."""
+        """Replace the group of the rest by one of the tensors that no network owns now."""
         self.rest.close()
         self.rest = self._make_rest()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks of all groups off the parameters, at the end of the run."""
         for averaging_group in (self.rest, *self.networks):
             averaging_group.close()
 
     def _make_rest(self) -> AveragingGroup:
-        """The group of the tensors that no network owns now, moved to the device if ``here``."""
+        """Make the group of the tensors that no network owns now; move them if :attr:`here`.
+
+        Deferred tensors are left out.
+        """
         cut = self._identities()
         parameters = [p for p in self._module.parameters() if not (id(p) in cut or is_deferred(p))]
         if self.here:
@@ -238,7 +262,7 @@ class Weights:
 
     Args:
         module: the LightningModule.
-        start: it with the parts that it had at the start.
+        start: see :class:`Replicated`.
         coordinates: the coordinates of this rank.
         commands: sends commands to the workers.
         ownership: which worker owns which tensor.
@@ -274,9 +298,10 @@ class Weights:
 
     @property
     def changed(self) -> bool:
-        """Whether calls or the user's code have changed weights or buffers since `remember`.
+        """Whether calls or the user's code have changed weights or buffers since :meth:`remember`.
 
-        (A change through ``data`` is not seen: it stays on this rank.)
+        It is asked at the end of an evaluation; after one that has changed none, workers' weights
+        need not come back. (A change through ``data`` is not seen: it stays on this rank.)
         """
         before = {identity: count for identity, (_, count) in self._before.items()}
         now = self._versions().items()
@@ -284,9 +309,10 @@ class Weights:
         return here or self._remote.changed
 
     def _versions(self) -> dict[int, tuple[Tensor, int]]:
-        """By ``id``, each tensor that is no proxy and has memory, and its version counter.
+        """By ``id``, each tensor of the LightningModule with its version counter.
 
-        (The tensor is kept: one that replaces it could have its ``id`` else.)
+        Proxies, and tensors without memory, are left out. (The tensor is kept: one that replaces it
+        could have its ``id`` else.)
         """
         with as_they_are():
             plain = (t for t in tensors_of(self._module).values() if type(t) in (Tensor, Parameter))
@@ -294,11 +320,14 @@ class Weights:
 
     @signals_deferred
     def take_back(self, trained: Collection[int] | None) -> frozenset[str]:
-        """Take back what was lent to servers and has not changed there.
+        """Take back tensors that workers own and have not changed, and that can be made again here.
+
+        These are deferred tensors that were lent to workers before their numbers were made. They
+        are deferred again, and owned by this rank.
 
         Args:
-            trained: by ``id``, the parameters that the run may have changed, beside buffers;
-                ``None``: it has changed nothing.
+            trained: ``id`` of each parameter that the run may have changed; it may have changed all
+                buffers too. ``None``: it has changed nothing.
 
         Returns:
             Names of the tensors that were taken back.
@@ -315,7 +344,7 @@ class Weights:
         """Map the weights, buffers and gradients of the workers into the module, after a run.
 
         Args:
-            but: names of the tensors that this rank has already.
+            but: names of the tensors that this rank has already, from :meth:`take_back`.
 
         Raises:
             OSError: there is no room for a file of them.
@@ -331,9 +360,10 @@ class Weights:
         self._remote.leave_gradients(gradients)
 
     def leave_inference(self) -> None:
-        """Make ordinary buffers of inference tensors, by which evaluations have replaced buffers.
+        """At the end of a run: make ordinary tensors of buffers that are inference tensors.
 
-        On one device `self.count += 1` in inference mode changes an ordinary buffer in place.
+        Evaluations have put these in the place of buffers. (On one device `self.count += 1` in
+        inference mode changes an ordinary buffer in place.)
         """
         for part in self._module.modules():
             _, buffers = tables(part)
@@ -345,6 +375,8 @@ class Weights:
     @contextmanager
     def gathered(self, *, unread: bool = False) -> Iterator[None]:
         """Inside, the module has the weights of all stages, those of workers mapped from files.
+
+        They are no proxies inside, so that a state dict can be made.
 
         Args:
             unread: whether weights of workers stay there instead, and are fetched one by one when
@@ -359,7 +391,10 @@ class Weights:
 
     @signals_deferred
     def _unread(self) -> dict[str, Tensor]:
-        """By name, unread tensors for what workers own, which are fetched when they are read."""
+        """By name, unread tensors for what workers own, which are fetched when they are read.
+
+        Sparse ones are fetched at once.
+        """
         if not self._ownership.any_network:
             return {}
         self._remote.adopt_replaced(computes=False)
@@ -404,7 +439,10 @@ class Weights:
 
     @signals_deferred
     def scatter(self) -> None:
-        """Give the workers the weights of their stages as they stand in the module."""
+        """Give the workers the weights of their stages as they stand in the module, after a load.
+
+        Memory of deferred tensors is then freed here.
+        """
         tensors = self.owned_elsewhere()
         workers = self._commands.workers
         for worker in workers.ranks if self._ownership.any_network else ():
@@ -420,8 +458,11 @@ class Weights:
     def broadcast_buffers(self, *, state: bool = False) -> None:
         """Give every replica the buffers of replica 0 (collective over the drivers).
 
+        The workers are told to do so too, for their stages.
+
         Args:
-            state: whether only the buffers that training steps read are sent.
+            state: whether only the buffers that training steps read are sent
+                (:func:`~lightning_hybrid.stage.state_buffers`); else all.
         """
         self._commands.tell(SynchronizeBuffers(state))
         among = state_buffers(self._module) if state else None
@@ -432,7 +473,9 @@ class Weights:
 
 
 def bring_here(module: nn.Module) -> None:
-    """Read the tensors of a module that an earlier run has left in files, before another run.
+    """Before a run: read the tensors of a module that an earlier run has left in files.
+
+    They are ordinary tensors in memory then.
 
     Raises:
         NoAddresses: the address space has no room for them.
@@ -444,9 +487,10 @@ def bring_here(module: nn.Module) -> None:
 
 
 def present_bytes(module: nn.Module, device: torch.device) -> int:
-    """Bytes of a module's tensors that were on a device when its free memory was measured.
+    """Bytes of a module's tensors that are on a device, and so missing in its measured free memory.
 
-    That is 0 on a GPU, whose free memory is measured before weights come to it.
+    The planner adds them to it, since the network itself may use this memory. On a GPU it is 0:
+    its free memory is measured before weights come to it.
 
     Args:
         module: the module that is to be cut.
