@@ -164,9 +164,9 @@ class Wire(Protocol):
     peer: str
 
     def send(self, tensor: Tensor) -> Transfer:
-        """Begin to send a contiguous tensor; the peer must receive one of equal size and type.
+        """Begin to send a contiguous tensor to the peer, which receives it by :meth:`receive`.
 
-        Does not wait.
+        The peer's tensor must have the same size and type. Does not wait.
 
         Raises:
             ConnectionLost: the peer is known to be gone.

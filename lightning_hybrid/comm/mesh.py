@@ -127,7 +127,8 @@ class Mesh(ReplicaWires):
             before and after a run: one driver possibly prepares data while the others wait.
         data_parallel: group over the ranks of all replicas with this ``pp_rank``, by ``dp_rank``;
             they have the same stages. For gradients and buffers.
-        survivors: the replicas that go on if one is lost; ``None``: none does.
+        survivors: the replicas that go on if one is lost (``BySpeed(on_loss="continue")``);
+            ``None``: the run ends if a replica is lost.
     """
 
     def __init__(

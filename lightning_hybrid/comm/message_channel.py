@@ -258,7 +258,7 @@ class Channel:
         """Wait for the next message, and return it. Messages of heartbeats are skipped.
 
         Its tensors are received when they are iterated over, which must be done before the next
-        call; those that are left then are dropped.
+        call; tensors that are left then are dropped.
 
         Args:
             kind: class that the message must have.

@@ -204,8 +204,8 @@ class Placement:
     def collects(self) -> bool:
         """Whether the last stage has no layers, and only collects outputs on the driver.
 
-        It is there if the stage before it, which has the network's last layers, has copies, one of
-        them on the driver.
+        The network has such a stage if the stage before it, which has the network's last layers,
+        has copies, one of them on the driver.
         """
         before = self.devices[-2] if len(self.devices) > 1 else 0
         return not isinstance(before, int) and 0 in before

@@ -154,7 +154,7 @@ class Survivors:
         return set(map(int, self._store.get(_LOST).decode().split()))
 
     def _lost(self) -> set[int]:
-        """Ask the store which replicas are lost that this rank still has in :attr:`living`."""
+        """Ask the store which of the replicas in :attr:`living` are lost."""
         return self._known() & set(self.living)
 
     def _must_stop(self) -> bool:

@@ -107,7 +107,7 @@ def raised(text: str) -> str:
 
 
 def _pack(error: BaseException) -> bytes:
-    """Pickle an exception for other ranks; returns no bytes if it cannot be sent.
+    """Pickle an exception for other ranks; returns ``b""`` if it cannot be sent.
 
     Attributes that cannot be pickled are left out. Exceptions that end a process
     (``KeyboardInterrupt``) are not sent: they end that process alone.

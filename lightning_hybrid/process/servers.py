@@ -64,7 +64,7 @@ class ServeOrder:
         options: how stages compute.
         synchronised: whether batch statistics are taken over the replicas.
         shards: whether states of optimizers are divided over the replicas.
-        survives: whether replicas go on if one is lost.
+        survives: whether the other replicas go on if one is lost (``BySpeed(on_loss="continue")``).
         timed: whether the server adds up the time in which it computes.
         dtype: default type of numbers in the script (`torch.get_default_dtype`), for the server to
             set.

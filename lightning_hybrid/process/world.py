@@ -144,7 +144,12 @@ class World:
         return self._speaks_to_all.coordinates
 
     def survive(self, *, survives: bool) -> None:
-        """Set, before a run and equally on all ranks, whether replicas go on when one is lost."""
+        """Before a run, set whether the other replicas go on if one is lost; all ranks call it.
+
+        Args:
+            survives: whether they go on (``BySpeed(on_loss="continue")``); equal on all ranks. The
+                mesh must have been joined.
+        """
         self.mesh.survive(survives=survives)
 
     def _lose(self, children: Collection[int]) -> set[int] | None:

@@ -277,7 +277,7 @@ class Engine:
         return works[-1].inputs
 
     def _add_aside(self, call: Call, mode: Backward, factor: Tensor | None) -> None:
-        """Add to parameters' gradients those that backwards inside of a call have left aside.
+        """Add the gradients that backwards inside of a call have left aside to ``parameter.grad``.
 
         The backward of such a call (`1f1b`); all ranks of the replica call it together.
 
@@ -310,7 +310,7 @@ class Engine:
     def _send_aside(self, call: Call) -> None:
         """At the end of a forward: if ``call.averages``, begin the averages that are not begun yet.
 
-        They are those of the gradients that the call has left aside. Does not wait for them.
+        The gradients that the call has left aside are averaged. Does not wait.
         """
         if call.averages:
             if not call.key.inside:  # (other replicas may go back inside of their calls)

@@ -234,7 +234,7 @@ class AveragingGroup:
             the same order on all these ranks.
         group: the group of these ranks, replica by replica.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
-            its replica: those of one replica are summed, and these sums are averaged.
+            its replica: the parts of a replica are summed, and the sums of replicas are averaged.
         owns: whether this rank steps the parameters; if not, its gradients are ``None`` after an
             average.
         survivors: the replicas that go on if one is lost (``BySpeed(on_loss="continue")``): then
