@@ -104,7 +104,7 @@ class PeerLink:
         self._words.send(word)
 
     def receive_word(self, kind: type[W]) -> W:
-        """Wait for the next word, and return it.
+        """Wait for the peer's next word, and return it.
 
         Args:
             kind: class that the word must have.
@@ -237,7 +237,7 @@ class LinksByMicrobatch:
         return microbatch % self.count
 
     def at(self, microbatch: int) -> StageLinks:
-        """The links for a micro-batch, which must be one that this copy of the stage computes."""
+        """Return the links for a micro-batch, which this copy of the stage must compute."""
         return self.rings[microbatch % self.count]
 
     def __iter__(self) -> Iterator[StageLinks]:
@@ -266,11 +266,13 @@ def rings_of(devices: Devices) -> list[tuple[int, ...]]:
 
 
 def connect(mesh: Mesh, devices: Devices) -> None:
-    """Make the process groups that a placement needs, if there are none; all ranks call it.
+    """Make the process groups that a placement needs, where they are missing.
+
+    All ranks of all replicas call this together, when a network is cut.
 
     Args:
         mesh: the process groups of this rank.
-        devices: ranks of each stage.
+        devices: the ranks of each stage.
     """
     for ring in rings_of(devices):
         mesh.wires(ring)

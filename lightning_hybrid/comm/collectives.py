@@ -23,7 +23,7 @@ def broadcast_object(
 
     Args:
         group: a process group.
-        value: the object, which can be pickled; ignored on the other ranks.
+        value: the object, of any class that can be pickled; ignored on the other ranks.
         source: index in the group of the rank that has the object.
         device: device of the tensors that the group's backend takes; ``None``: the CPU, for gloo.
 
@@ -57,6 +57,10 @@ def _broadcast(group: Group, tensor: Tensor, source: int) -> None:
 def gather_objects(group: Group, value: Any) -> list[Any]:
     """Give every rank of a gloo ``group`` the objects of all its ranks, which all call this.
 
+    Args:
+        group: the group.
+        value: this rank's object, of any class that can be pickled.
+
     Returns:
         The objects, by index of the rank in the group.
     """
@@ -74,7 +78,7 @@ def meet(
     place: str = "",
     look: Callable[[], None] | None = None,
 ) -> bool:
-    """Wait until every rank of ``group`` calls this. Returns whether none of them has failed.
+    """Wait until every rank of ``group`` calls this (a barrier).
 
     Args:
         group: a process group of gloo.
@@ -82,6 +86,9 @@ def meet(
         place: name of the place in the program; must be equal on all ranks.
         look: called again and again while this rank waits; it may raise an exception to end the
             wait. ``None``: nothing is called.
+
+    Returns:
+        Whether none of the ranks has failed.
 
     Raises:
         ConnectionLost: a rank is gone, or has not answered within the time-out.
@@ -110,7 +117,7 @@ def agree(group: Group, number: float | None) -> bool:
 
     Args:
         group: the group.
-        number: this rank's number; ``None``: the answer is no, on all ranks.
+        number: this rank's number; ``None``: the result is false on all ranks.
     """
     seen = torch.tensor([number is None, number or 0.0, -(number or 0.0)], dtype=torch.float64)
     options = dist.AllreduceOptions()

@@ -34,8 +34,8 @@ have no public base class with these methods.)"""
 
 ANOTHER_REPLICA = "a rank of another replica"
 UNKNOWN_PEER = "a rank of the group"
-"""These two names stand for the peer in an error of a collective, which cannot tell which rank
-is lost."""
+"""The two names stand for the peer in an error of a collective, which cannot tell which rank is
+lost."""
 _UNKNOWN = (ANOTHER_REPLICA, UNKNOWN_PEER)
 _PROBED = 2**20
 """Tag of the receives that only probe a connection; no send has it."""
@@ -107,9 +107,10 @@ class GroupHandle:
             BackgroundThread(dropped.clear, "hybrid-drop", awaited=True).start()
 
     def keep(self) -> None:
-        """Never destroy the group, not even at the end of the process: that possibly waits.
+        """Never destroy the group, not even at the end of the process.
 
-        To destroy a group is to wait for its running operations.
+        Called after a failure: destroying the group would wait for its running operations, which
+        possibly never end.
         """
         pythonapi.Py_IncRef(py_object(self._group))
 
@@ -163,9 +164,9 @@ class Wire(Protocol):
     peer: str
 
     def send(self, tensor: Tensor) -> Transfer:
-        """Begin to send a contiguous tensor; the peer must receive one of equal size and type.
+        """Begin to send a contiguous tensor to the peer, which receives it by :meth:`receive`.
 
-        Does not wait.
+        The peer's tensor must have the same size and type. Does not wait.
 
         Raises:
             ConnectionLost: the peer is known to be gone.
@@ -317,9 +318,12 @@ def start(call: Any, *arguments: Any, peer: str) -> dist.Work:
     """Begin a transfer or a collective of a process group; the caller must :func:`wait` for it.
 
     Args:
-        call: the method of the process group that begins it.
-        arguments: arguments of the method.
+        call: the bound method of the process group that begins it, such as ``group.allreduce``.
+        arguments: positional arguments of the method; the first is a list of tensors.
         peer: name of the other rank (or ranks) in errors.
+
+    Returns:
+        What :func:`wait` takes.
 
     Raises:
         ConnectionLost: ``peer`` is gone.

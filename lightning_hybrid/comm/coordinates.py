@@ -62,13 +62,13 @@ class Coordinates:
         return self.index % self.ranks_per_replica
 
     def at(self, pp_rank: int) -> "Coordinates":
-        """The coordinates of the rank of this replica that has this ``pp_rank``."""
+        """Return the coordinates of the rank of this replica that has the given ``pp_rank``."""
         index = self.index - self.pp_rank + pp_rank
         return replace(self, rank=self.order[index] if self.order else index)
 
     @cached_property
     def is_driver(self) -> bool:
-        """Whether this rank runs the user's code."""
+        """Whether this rank is the driver of its replica, which runs the user's code."""
         return self.pp_rank == 0
 
     @property
@@ -78,7 +78,7 @@ class Coordinates:
 
     @property
     def lightning_rank(self) -> int:
-        """The global rank that Lightning is told, which differs from :attr:`rank`.
+        """The rank that Lightning and scripts are told, ``trainer.global_rank``; not :attr:`rank`.
 
         With R replicas of S ranks, drivers have 0 .. R-1 by replica, and workers R .. R*S-1.
         """

@@ -1,4 +1,7 @@
-"""Measure the network between all processes of a group: point-to-point in pairs, and all-reduce."""
+"""Measure the network between all processes of a group: point-to-point in pairs, and all-reduce.
+
+For ``lightning-hybrid doctor``; a run measures its links itself (``process/device_survey.py``).
+"""
 
 import statistics
 import time
@@ -55,15 +58,16 @@ class PairProbe:
 def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
     """Measure the link between two ranks by messages to and fro; all ranks call this together.
 
-    Uses the default group of ``torch.distributed``.
+    Uses the default group of ``torch.distributed``, which must have been made.
 
     Args:
-        one: global rank of the one that measures.
-        other: global rank of the other one.
-        device: device of this rank, between whose memory and the other's the messages travel.
+        one: global rank of the rank that measures.
+        other: global rank of the other rank.
+        device: device of this rank; messages travel from its memory to that of the other rank's
+            device, and back.
 
     Returns:
-        The measurement on rank `one`; ``None`` on all others.
+        The measurement on rank `one`; ``None`` on all other ranks.
     """
     rank = dist.get_rank()
     dist.barrier()
@@ -97,7 +101,10 @@ def probe_pair(one: int, other: int, device: torch.device) -> PairProbe | None:
 def probe_all_reduce(device: torch.device) -> Spread:
     """Measure the seconds of an all-reduce of `LARGE_BYTES`; all ranks call this together.
 
-    Uses the default group of ``torch.distributed``, and memory of ``device``.
+    Uses the default group of ``torch.distributed``, which must have been made.
+
+    Args:
+        device: device of this rank, in whose memory the tensor is.
     """
     load = torch.zeros(LARGE_BYTES // 4, device=device)
     dist.barrier()
@@ -112,6 +119,9 @@ def probe_flops(device: torch.device, width: int = 1024) -> float:
     Args:
         device: the device of this rank.
         width: number of rows and columns of the matrices.
+
+    Returns:
+        This rank's FLOP/s, the median of several measurements.
     """
     a, b = (torch.ones(width, width, device=device) for _ in range(2))
     dist.barrier()

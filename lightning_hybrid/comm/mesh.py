@@ -117,15 +117,18 @@ class Mesh(ReplicaWires):
         backend: backend of the links and the data-parallel groups, ``"gloo"`` or ``"nccl"``.
         world: gloo group over all ranks, for barriers before and after a run. It exists before any
             rank has coordinates, and :meth:`shutdown` does not close it.
-        control: gloo group over the ranks of this replica, by ``pp_rank``; for commands, answers
-            and words.
+        control: gloo group over the ranks of this replica, by ``pp_rank``; for commands and
+            answers, for words (small messages between neighbouring stages,
+            :class:`~lightning_hybrid.comm.protocol.StageMessage`), and for tensors between stages
+            that stay on the CPU.
         drivers: gloo group over the drivers, by ``dp_rank``, for objects and CPU tensors; ``None``
             on workers.
-        scripts: like ``drivers``, with the long time-out of ``world``: one driver possibly prepares
-            data while the others wait.
+        scripts: like ``drivers``, with the long time-out of ``world``, for barriers and broadcasts
+            before and after a run: one driver possibly prepares data while the others wait.
         data_parallel: group over the ranks of all replicas with this ``pp_rank``, by ``dp_rank``;
             they have the same stages. For gradients and buffers.
-        survivors: the replicas that go on if one is lost; ``None``: none does.
+        survivors: the replicas that go on if one is lost (``BySpeed(on_loss="continue")``);
+            ``None``: the run ends if a replica is lost.
     """
 
     def __init__(
@@ -232,7 +235,10 @@ class Mesh(ReplicaWires):
         return group
 
     def _replica_group(self, name: str) -> GroupHandle:
-        """Make a group over the ranks of all replicas with this ``pp_rank``; they all call it."""
+        """Make a group over the ranks of all replicas with this rank's ``pp_rank``, by ``dp_rank``.
+
+        These ranks call it together.
+        """
         here = self.coordinates
         group = self._device_group(f"{name}{here.pp_rank}", here.dp_rank, here.replicas)
         self._meet_all(group)
@@ -244,18 +250,19 @@ class Mesh(ReplicaWires):
         wait(start(group.allreduce, [met], peer=UNKNOWN_PEER), UNKNOWN_PEER)
 
     def statistics(self) -> Group:
-        """A group like `data_parallel`, for batch normalisation; its ranks call this together.
+        """Return a group like `data_parallel`, for batch normalisation (``sync_batchnorm``).
 
-        It is made in the first call.
+        The first call makes the group; its ranks make this call together.
         """
         if self._statistics is None:
             self._statistics = self._replica_group("statistics")
         return self._statistics
 
     def owners(self, copies: Sequence[int]) -> Group:
-        """The group of all ranks, of all replicas, that have a stage; its ranks call it together.
+        """Return the group of all ranks, of all replicas, that have a stage.
 
         Its ranks are in the order of the replicas, and in each replica in the order of ``copies``.
+        They make the first call for ``copies`` together.
 
         Args:
             copies: ``pp_rank`` of each copy of the stage. For a stage without copies this is
@@ -268,25 +275,26 @@ class Mesh(ReplicaWires):
         return self._copies_group("owners", copies, place, here.replicas * len(copies))
 
     def siblings(self, copies: Sequence[int]) -> Group:
-        """A group of some ranks of this replica, in this order; its ranks call it together.
+        """Return a group of some ranks of this replica; they make the first such call together.
 
-        They are copies of a stage, or a worker and the driver.
+        The ranks are those with copies of a stage, or a worker and the driver.
 
         Args:
-            copies: ``pp_rank`` of each of these ranks; must have this rank.
+            copies: ``pp_rank`` of each of these ranks, in the order of the group; this rank must be
+                one of them.
         """
         place = copies.index(self.coordinates.pp_rank)
         replica = f"siblings{self.coordinates.dp_rank}."
         return self._copies_group(replica, copies, place, len(copies))
 
     def _copies_group(self, kind: str, copies: Sequence[int], rank: int, size: int) -> Group:
-        """A group on the stages' device, cached by ``kind`` and ``copies``.
+        """Return a group on the stages' device, cached by ``kind`` and ``copies``.
 
         The first call is made by all its ranks together.
 
         Args:
             kind: first part of the group's name; distinguishes groups over the same ``copies``.
-            copies: ``pp_rank`` of each rank, or of each rank's copy of a stage.
+            copies: ``pp_rank`` of those ranks of the group that are in one replica.
             rank: index of this rank in the group.
             size: number of ranks in the group.
         """
@@ -323,7 +331,8 @@ class Mesh(ReplicaWires):
         """Before a run: set :attr:`survivors` for it. All ranks call it, with the same argument.
 
         Args:
-            survives: whether the other replicas go on if one is lost during the run.
+            survives: whether the other replicas go on if one is lost during the run
+                (``BySpeed(on_loss="continue")``).
         """
         self._runs += 1
         if not survives:
@@ -353,7 +362,9 @@ class Mesh(ReplicaWires):
         return [rank for rank in everyone if replace(here, rank=rank).dp_rank in living]
 
     def _go_on_with(self, living: Sequence[int]) -> None:
-        """Make the groups over replicas anew, with these replicas only; all their ranks call it.
+        """Make the groups over replicas anew, after a replica was lost.
+
+        All ranks of the replicas that are left call this together.
 
         Handles of the old groups get the new groups, so that whoever has a handle uses the new
         group.
@@ -421,8 +432,8 @@ class Mesh(ReplicaWires):
     def leave(self) -> None:
         """Close groups after a failure of this rank, which wakes ranks that wait for its tensors.
 
-        The control group stays open: ranks that wait for a message get the failure as a message
-        (:meth:`ReplicaWires.say_goodbye`).
+        Waits for at most two seconds. The control group stays open: ranks that wait for a message
+        get the failure as a message (:meth:`ReplicaWires.say_goodbye`).
         """
 
         def close() -> None:

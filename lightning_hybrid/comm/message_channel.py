@@ -63,7 +63,7 @@ class _Layout:
     Attributes:
         number: index of the class in ``MESSAGES``.
         integers: names of the fields that are sent as integers in the frame.
-        kinds: type of each of these fields.
+        kinds: type of each field in ``integers``.
         pickled: names of the fields that are pickled.
         defaults: default of each of the pickled fields; if all have their default, nothing is
             pickled.
@@ -104,7 +104,7 @@ def encode(message: Message) -> tuple[list[int], bytes, list[Tensor]]:
     among the pickled bytes.
 
     Returns:
-        The frame, `FRAME` integers; the bytes, possibly none; the dense tensors.
+        A triple: the frame, `FRAME` integers; the bytes, possibly empty; the dense tensors.
     """
     layout = _LAYOUTS[type(message)]
     values = [
@@ -149,8 +149,8 @@ def decode(frame: Sequence[int], data: bytes) -> tuple[type[Message], dict[str, 
     """Decode a frame and the pickled bytes that :func:`encode` has made.
 
     Returns:
-        The class of the message; its fields by name, without ``tensors`` (a field that is missing
-        has its default); the specs of its tensors.
+        A triple: the class of the message; its fields by name, without ``tensors`` (a field that is
+        missing has its default); the specs of its tensors.
     """
     kind = MESSAGES[frame[0]]
     layout = _LAYOUTS[kind]
@@ -230,7 +230,7 @@ class Channel:
         """Keep a small message back, and send it in one transfer with the next one.
 
         If a message is kept back already, both are sent now. For messages whose effect nobody waits
-        for.
+        for (``Command.goes_with_next``).
 
         Args:
             message: a message without pickled fields and tensors, and with at most two other
@@ -258,7 +258,7 @@ class Channel:
         """Wait for the next message, and return it. Messages of heartbeats are skipped.
 
         Its tensors are received when they are iterated over, which must be done before the next
-        call; those that are left then are dropped.
+        call; tensors that are left then are dropped.
 
         Args:
             kind: class that the message must have.

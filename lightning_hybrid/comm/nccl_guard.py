@@ -21,7 +21,8 @@ _TAG = 2**12 - 1  # neither the tag of a channel for words nor of a placement
 class NcclGuard:
     """A thread that listens to the next rank of the replica during one run; it starts at once.
 
-    The last rank's next rank is the first one. Each rank of the replica must make a guard.
+    The next rank is that with the next ``pp_rank``; after the last rank comes the first one. Each
+    rank of the replica must make a guard.
 
     Args:
         mesh: the process groups of this rank.
@@ -50,7 +51,7 @@ class NcclGuard:
         """Tell the previous rank that the run is over here. Only the first call has an effect.
 
         Args:
-            failed: whether this rank has failed; then the previous rank aborts its operations, too.
+            failed: whether this rank has failed; then the previous rank aborts its NCCL operations.
         """
         if self._said is None:
             with suppress(RuntimeError):  # ConnectionLost, or the error of a closed group

@@ -34,8 +34,9 @@ class _ChosenInterface:
 def chosen_interface() -> Iterator[None]:
     """Context in which gloo makes groups on the interface of the last :func:`choose_interface`.
 
-    The interface is set in the environment, the only way that gloo has, and removed at the end.
-    Does nothing if none was chosen, or the user has set one there.
+    The variable ``GLOO_SOCKET_IFNAME`` is set in the environment, the only way that gloo has, and
+    removed at the end. Does nothing if no interface was chosen, or if the user has set the
+    variable.
     """
     name = _ChosenInterface.interface
     if name is None or _VARIABLE in os.environ:
@@ -51,7 +52,8 @@ def chosen_interface() -> Iterator[None]:
 def choose_interface(address: str, port: int, hosts: int) -> None:
     """Choose for :func:`chosen_interface` the interface by which this host reaches ``address``.
 
-    Nothing is chosen if the user has set one in the environment, or if the system is not Linux.
+    Called by each rank before the store and the groups are made. Nothing is chosen if the user has
+    set ``GLOO_SOCKET_IFNAME`` in the environment, or if the system is not Linux.
 
     Args:
         address: address or name of the main host.

@@ -2,7 +2,8 @@
 
 * A :class:`Command` goes from a driver to its workers, which carry commands out in order; a command
   whose class is ``answered`` gets an :class:`Answer` back.
-* A :class:`StageMessage` goes from a stage to a neighbouring stage, on the queue of their link.
+* A :class:`StageMessage` (a *word*) goes from a stage to a neighbouring stage, on the queue of
+  their link.
 * :class:`StillAlive` and :class:`Leaving` possibly come between any two others; the channel itself
   handles them.
 
@@ -52,14 +53,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """A worker's answer to a command.
+    """A worker's answer to a command. The command's class says in which fields the result is.
 
     Attributes:
-        failure: the first failure of the worker, now or in an earlier command; ``None``: there is
-            none.
-        value: the result of the command.
+        failure: the first failure of the worker, in this command or an earlier one; ``None``: the
+            worker has not failed.
+        value: the result, if it is an object that is pickled; else ``None``.
         holds: the result, if it is yes or no.
-        tensors: tensors of the result.
+        tensors: the result, if it is tensors, by name; else empty.
     """
 
     in_frame = True
@@ -70,7 +71,7 @@ class Answer(Message):
 
 
 class StageMessage(Message):
-    """A message from a stage to a neighbouring one."""
+    """A word: a small message from a stage to a neighbouring stage, beside the tensors."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Header(StageMessage):
     """Sent before the activations of a micro-batch in the first call with a key: describes them.
 
     Attributes:
-        specs: spec of each activation; ``None``: none follow, since a stage has failed.
-        uses_rng: whether the sending stage, or one before it, draws random numbers.
+        specs: spec of each activation; ``None``: no activations follow, since a stage has failed.
+        uses_rng: whether the sending stage, or a stage before it, draws random numbers.
     """
 
     specs: list[TensorSpec] | None = None
@@ -88,10 +89,12 @@ class Header(StageMessage):
 
 @dataclass(frozen=True)
 class Status(StageMessage):
-    """Sent at the end of a forward pass: whether the sending stage, or one before it, has failed.
+    """Sent to the next stage at the end of a forward pass: whether a stage has failed.
+
+    The sending stage and the stages before it are meant.
 
     Attributes:
-        failure: the failure; ``None``: none of these stages has failed.
+        failure: the first failure; ``None``: none of these stages has failed.
     """
 
     failure: Failure | None = None
@@ -99,10 +102,14 @@ class Status(StageMessage):
 
 @dataclass(frozen=True)
 class GradientPattern(StageMessage):
-    """Sent before gradients: which of the activations (or inputs) that a stage got have a gradient.
+    """Sent to the previous stage before gradients: which activations have a gradient.
+
+    Sent only in the first backward with a pattern (see :class:`Backward`), once on each ring.
+    (Stage 0 sends it to the driver, for the network's inputs.)
 
     Attributes:
-        present: for each activation, in the order of its header, whether its gradient follows.
+        present: for each activation, in the order in which the stage got them, whether its gradient
+            follows.
     """
 
     present: list[bool]
@@ -135,8 +142,8 @@ class Command(Message):
         answered: whether the worker sends an :class:`Answer`.
         goes_with_next: whether it is sent together with the next command, since no rank and no code
             waits for what it does.
-        joint: whether ranks exchange tensors while they carry it out, so that a rank that fails in
-            it must end its run: the other ranks wait for it.
+        joint: whether ranks exchange tensors while they carry it out: if a rank fails in the
+            command, it must end its run, since the other ranks wait for it.
         outdates: kinds of tensors (such as gradients) that the worker changes: copies of them that
             the driver has fetched before are out of date.
     """
@@ -197,8 +204,8 @@ class Placement:
     def collects(self) -> bool:
         """Whether the last stage has no layers, and only collects outputs on the driver.
 
-        It is there if the stage before it, which has the network's last layers, has copies, one of
-        them on the driver.
+        The network has such a stage if the stage before it, which has the network's last layers,
+        has copies, one of them on the driver.
         """
         before = self.devices[-2] if len(self.devices) > 1 else 0
         return not isinstance(before, int) and 0 in before
@@ -221,7 +228,7 @@ class Placement:
 class CutNetwork(NetworkCommand):
     """Make this rank's stages of a network, or of another captured graph of a network that it has.
 
-    All ranks of the replica link their stages in it, and wait for each other.
+    All ranks link their stages in it, and wait for each other. The answer is empty.
 
     Attributes:
         network: number of the network; if the worker has it already, the stages are of another
@@ -246,7 +253,7 @@ class Forward(CallCommand):
 
     Attributes:
         draw: number from which the seeds of random layers are derived; see
-            :func:`lightning_hybrid.stage.random_numbers.seed_number_of`.
+            :func:`lightning_hybrid.stage.random_numbers.microbatch_seed`.
         key: number of the call's key.
         exchange: whether headers are sent with the activations.
         uses_rng: whether the states of the generators are sent with the activations.
@@ -254,10 +261,11 @@ class Forward(CallCommand):
             may step between it and its backward, and what it writes to buffers stays hidden until
             :class:`CommitEarlyForward`.
         new_key: the key itself, if the worker possibly does not have it yet; else ``None``.
-        again: whether the call has run before: what it writes to buffers is not kept.
-        averages: whether gradients that backwards inside of the call leave aside are averaged over
-            the replicas while the call runs. (A call without such backwards only takes part in the
-            averaging.)
+        again: whether the call has run before (under ``1f1b``, for outputs or gradients that were
+            not asked for then): what it writes to buffers is not kept.
+        averages: whether gradients that backwards inside of the call (``1f1b``) leave aside are
+            averaged over the replicas while the call runs. (A call without such backwards only
+            takes part in the averaging.)
     """
 
     in_frame = True
@@ -291,8 +299,8 @@ class Backward(CallCommand):
             micro-batch.
         trainable: ``requires_grad`` of every parameter, if it has changed since the forward:
             parameters frozen since then get no gradient. ``None``: as in the call's key.
-        averaged: whether to add, in the place of gradients that were left aside, the averages of
-            them that were begun inside of the call.
+        averaged: whether to add, in place of the gradients that were left aside (``1f1b``), their
+            averages, which were begun inside of the call.
     """
 
     in_frame = True
@@ -349,7 +357,8 @@ class Reduce(NetworkCommand):
 class AwaitSums(Command):
     """Wait until this rank's sums of gradients over the replicas have ended.
 
-    ``Answer.holds`` is whether all of them are complete; if a replica is lost, they are not.
+    Sent in each step with ``BySpeed(on_loss="continue")``. ``Answer.holds`` is whether all sums are
+    complete; if a replica is lost, they are not.
     """
 
     answered = True
@@ -358,6 +367,9 @@ class AwaitSums(Command):
 @dataclass(frozen=True)
 class SumAgain(Command):
     """Replicas are lost: make groups without them, and sum up the same gradients again.
+
+    Sent after :class:`AwaitSums` (``BySpeed(on_loss="continue")``) to the workers of all replicas
+    that are left. The sums are only begun; another :class:`AwaitSums` follows.
 
     Attributes:
         living: numbers of the replicas that are left (``dp_rank``).
@@ -372,6 +384,9 @@ class SumAgain(Command):
 class TakeAverages(Command):
     """All replicas have all sums: write the averages into the gradients.
 
+    The last command of a step's averages with ``BySpeed(on_loss="continue")``; see
+    :class:`AwaitSums`.
+
     Attributes:
         scale: factor that the averages are multiplied with.
     """
@@ -383,7 +398,10 @@ class TakeAverages(Command):
 
 @dataclass(frozen=True)
 class HoldHooks(NetworkCommand):
-    """Take the user's hooks off the weights of a network, before a backward pass."""
+    """Take the user's hooks off the weights of a network, before a backward pass.
+
+    Sent only for networks that have such hooks.
+    """
 
     in_frame = True
 
@@ -430,10 +448,10 @@ class BroadcastWeights(NetworkCommand):
 
 @dataclass(frozen=True)
 class TakeOptimizers(Command):
-    """Replace the worker's optimizers by the driver's.
+    """Replace all optimizers of the worker by those of the driver.
 
     Attributes:
-        fresh: numbers of the optimizers of which the worker drops the states that it has.
+        fresh: numbers of the optimizers whose states the worker drops; the others keep theirs.
         data: the optimizers, as written by :func:`lightning_hybrid.state.optimizers.ship`.
         tensors: large tensors of their states, in the order in which they are needed.
         replica_of: by name of a parameter, the number of the replica that steps it, if replicas
@@ -460,7 +478,9 @@ class OptimizerCommand(Command):
 
 @dataclass(frozen=True)
 class WriteStates(OptimizerCommand):
-    """Write this rank's states of an optimizer, by parameter name; see :class:`WriteTensors`.
+    """Write this rank's states of an optimizer, by parameter name, to a file, or send them.
+
+    The answer has the form of that to :class:`WriteTensors`.
 
     Attributes:
         folder: preferred folder of the file; ``None``: the states are sent.
@@ -489,7 +509,8 @@ class StepOptimizer(OptimizerCommand):
     """Step an optimizer. A worker that has failed before does not step.
 
     Attributes:
-        groups: parameter groups, if they have changed since the last step; else ``None``.
+        groups: all parameter groups, in their order, if one has changed since the last step; else
+            ``None``.
         precision: precision of this step and of those after it, if it has changed; else ``None``.
     """
 
@@ -501,7 +522,10 @@ class StepOptimizer(OptimizerCommand):
 
 @dataclass(frozen=True)
 class GradientNorm(OptimizerCommand):
-    """Answer with the norms of this rank's gradients of an optimizer, as one tensor.
+    """Answer with the norms of this rank's gradients of an optimizer.
+
+    ``Answer.tensors`` has one tensor, ``"norms"``, with a number for each parameter (see
+    :func:`lightning_hybrid.state.clipping_and_loss_scale.gradient_norms`).
 
     Attributes:
         order: p of the p-norm; ``inf`` for the largest magnitude.
@@ -540,7 +564,10 @@ class ClipValues(OptimizerCommand):
 
 @dataclass(frozen=True)
 class Unscale(OptimizerCommand):
-    """Multiply an optimizer's gradients by ``factor``; answer whether one of them is not finite."""
+    """Multiply an optimizer's gradients on this rank by ``factor`` (loss scaling).
+
+    ``Answer.holds`` is whether one of the gradients was not finite.
+    """
 
     answered = True
     in_frame = True
@@ -564,7 +591,7 @@ class TakeSwitches(Command):
 
 @dataclass(frozen=True)
 class GiveWeights(Command):
-    """Answer with parameters and buffers, as ``Answer.tensors``.
+    """Answer with parameters and buffers, by name, as ``Answer.tensors``.
 
     Attributes:
         names: dotted names of the parameters and buffers in the LightningModule.
@@ -578,6 +605,8 @@ class GiveWeights(Command):
 class GiveTensor(Command):
     """Answer with one tensor of this rank, a weight or a part of an optimizer's state.
 
+    It is the only tensor in ``Answer.tensors``; its name there is empty.
+
     Attributes:
         owned: which tensor, a :class:`lightning_hybrid.state.sharded_checkpoint.TensorAddress`.
     """
@@ -590,8 +619,9 @@ class GiveTensor(Command):
 class WriteTensors(Command):
     """Write the parameters and buffers that this rank owns to a file, or send them.
 
-    The answer is what :meth:`lightning_hybrid.state.tensor_file.FilesOfWorker.answer` returns: the
-    file's ticket, by which the driver finds it, or the tensors.
+    The answer is what :meth:`lightning_hybrid.state.tensor_file.FilesOfWorker.answer` returns: in
+    ``Answer.value`` the file's ticket, by which the driver finds the file, or ``None`` if there is
+    no room for a file; if the tensors are sent, also ``Answer.tensors``.
 
     Attributes:
         folder: preferred folder of the file; ``None``: the tensors are sent.
@@ -607,7 +637,9 @@ class WriteTensors(Command):
 
 @dataclass(frozen=True)
 class OutlineStates(Command):
-    """Answer with the states of an optimizer by parameter name, whose tensors have no values.
+    """Answer with the states of an optimizer, in which tensors have no values.
+
+    ``Answer.value`` is a dict: by name of a parameter, its state. For a sharded checkpoint.
 
     Attributes:
         optimizer: number of the optimizer.
@@ -621,13 +653,13 @@ class OutlineStates(Command):
 class SaveShard(Command):
     """Write tensors of this rank to its file of a sharded checkpoint.
 
-    The answer is what :func:`lightning_hybrid.state.sharded_checkpoint.write_shard` returns, or the
-    ``OSError`` that it has raised; with ``staged``, nothing.
+    ``Answer.value`` is what :func:`lightning_hybrid.state.sharded_checkpoint.write_shard` returns,
+    or the ``OSError`` that it has raised; with ``staged``, ``None``.
 
     Attributes:
         folder: folder of the checkpoint.
-        part: by key of the checkpoint, which tensor of this rank is written under it (an
-            ``TensorAddress``).
+        part: by key of the checkpoint, which tensor of this rank is written under the key (a
+            :class:`lightning_hybrid.state.sharded_checkpoint.TensorAddress`).
         staged: whether the worker copies the tensors, answers, and writes the copies later; the
             result of the writing is then left in the folder.
     """
@@ -640,7 +672,7 @@ class SaveShard(Command):
 
 @dataclass(frozen=True)
 class AwaitShards(Command):
-    """Answer when all copies that :class:`SaveShard` with ``staged`` has made are written."""
+    """Send an empty answer when all copies that :class:`SaveShard` has ``staged`` are written."""
 
     answered = True
 
@@ -660,9 +692,8 @@ class TakeWeights(Command):
 class LendTensors(Command):
     """Send the driver parameters or their gradients, from device to device.
 
-    They travel over a group that is for such tensors alone.
-
-    The driver receives them at the same time (``stage/lent_weights.py``).
+    They travel over a group that is for such tensors alone, and the driver receives them at the
+    same time (``stage/lent_weights.py``). Sent when the driver needs them, as before a forward.
 
     Attributes:
         names: dotted names of the parameters; empty: all parameters that this rank owns and the
@@ -692,14 +723,19 @@ class TakeLentGradients(Command):
 
 @dataclass(frozen=True)
 class NameGradients(Command):
-    """Answer which of this rank's own parameters have a gradient: by name, whether it is dense."""
+    """Answer which of the parameters that this rank owns have a gradient.
+
+    ``Answer.value`` is a dict: by name of each such parameter, whether its gradient is dense.
+    """
 
     answered = True
 
 
 @dataclass(frozen=True)
 class GiveGradients(Command):
-    """Answer with the gradients of parameters, as ``Answer.tensors``; a missing one is left out.
+    """Answer with the gradients of parameters, by name, as ``Answer.tensors``.
+
+    A parameter without a gradient is left out.
 
     Attributes:
         names: dotted names of the parameters.
@@ -747,10 +783,11 @@ class GiveFailure(Command):
 
 @dataclass(frozen=True)
 class GiveReport(Command):
-    """Answer with the value of a report.
+    """Answer with the value of a report, as ``Answer.value``.
 
     Attributes:
-        name: name of the report; ``busy_s``: seconds that the worker has computed.
+        name: name of the report. The only one is ``"busy_s"``: seconds that the worker has
+            computed, a float; only in runs with ``ServeOrder.timed``.
     """
 
     answered = True
@@ -767,7 +804,7 @@ class ForgetFailure(Command):
 
 @dataclass(frozen=True)
 class End(Command):
-    """End the run of this worker, or only its stages.
+    """End the run of this worker, or only its stages. The answer is empty.
 
     Attributes:
         stages_follow: whether the network is cut anew in the same run, so that other stages follow.

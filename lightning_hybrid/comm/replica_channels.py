@@ -44,7 +44,7 @@ class ReplicaWires(ABC):
 
     @abstractmethod
     def wires(self, devices: Sequence[int]) -> Mapping[int, EdgeWires]:
-        """The wires of the ring driver -> stage 0 -> ... -> last stage = driver, for a placement.
+        """Return the wires of the ring driver -> stage 0 -> ... -> last stage = driver.
 
         Edge k leads from stage k to the next stage; the last edge leads from the last stage to
         stage 0. All ranks of a replica call this together; wires that are made already are returned
@@ -59,7 +59,7 @@ class ReplicaWires(ABC):
 
     @abstractmethod
     def wire(self, pp_rank: int, tag: int) -> Wire:
-        """A wire to another rank of this replica, for CPU tensors; it is made without a wait.
+        """Make a wire to another rank of this replica, for CPU tensors, without waiting.
 
         Args:
             pp_rank: ``pp_rank`` of the other rank.
@@ -67,7 +67,9 @@ class ReplicaWires(ABC):
         """
 
     def channel(self, pp_rank: int, tag: int = 0) -> Channel:
-        """The channel to another rank of this replica; made in the first call, without a wait.
+        """Return the channel to another rank of this replica; the first call makes it.
+
+        No call waits for the other rank.
 
         Args:
             pp_rank: ``pp_rank`` of the other rank.
@@ -81,9 +83,9 @@ class ReplicaWires(ABC):
     def say_goodbye(self, failure: Failure) -> None:
         """Send the failure of this rank to its peers in the replica, which raise it on receipt.
 
-        Does not wait for them. Peers that are gone are skipped, and so are channels over groups
-        that this rank has closed already. Peers are the ranks to which this rank has a channel; a
-        worker's driver, and a driver's workers, in any case.
+        Peers are the ranks to which this rank has a channel; a worker's driver, and a driver's
+        workers, in any case. Does not wait for them. Peers that are gone are skipped, and so are
+        channels over groups that this rank has closed already.
         """
         # (also channels not used yet: a worker possibly waits for its first command, or the driver
         # for a first answer)

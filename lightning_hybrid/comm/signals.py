@@ -47,8 +47,8 @@ class DeferrableHandler:
     """A handler of a signal that waits if signals are deferred or held when its signal comes.
 
     Args:
-        handler: the handler that was set before, which it runs.
-        surrounding: makes a context in which the handler runs.
+        handler: the handler that was set before, which this one runs.
+        surrounding: called for each run of the handler; returns a context in which it runs.
     """
 
     def __init__(self, handler: SignalHandler, surrounding: Surrounding) -> None:
@@ -75,11 +75,11 @@ class DeferrableHandler:
 def make_deferrable(surrounding: Surrounding = nullcontext) -> None:
     """Wrap this process's handlers of signals in :class:`DeferrableHandler`.
 
-    Only handlers that are Python functions, for the signals in `NUMBERS`. Does nothing outside of
-    the main thread.
+    Only handlers that are Python functions, for the signals in `NUMBERS`. Called at the start of a
+    run. Does nothing outside of the main thread.
 
     Args:
-        surrounding: makes a context in which each handler runs.
+        surrounding: called for each run of a handler; returns a context in which it runs.
     """
     if not _in_main_thread():
         return
@@ -105,7 +105,8 @@ def restore_handlers() -> None:
 def run_pending(*, hold: bool) -> None:
     """Run the handlers of the signals that wait, and hold later signals or not.
 
-    Inside of a function of :func:`signals_deferred` they still wait for its end.
+    Inside of a function of :func:`signals_deferred` these handlers still wait for its end. Does
+    nothing outside of the main thread.
 
     Args:
         hold: whether signals that come from now on wait for the next call of this function.

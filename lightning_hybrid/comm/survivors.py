@@ -78,7 +78,7 @@ class Survivors:
     Attributes:
         living: numbers of the replicas that are left, in rising order.
         weight: on a driver, set before a step's averages: weight of this replica's batch in the
-            global batch.
+            global batch, a factor of this replica's loss.
         told_to_end: on a driver, set before a step's averages: whether this driver was told to end
             (SIGTERM). After :meth:`agree`: whether any driver was, so that all end in the same
             step.
@@ -139,7 +139,7 @@ class Survivors:
         return {rank for rank, replica in enumerate(replica_of) if replica in lost}
 
     def end(self) -> None:
-        """Note that training is over: from now on :meth:`lose` ends the run."""
+        """Note that training is over: from now on the loss of a replica ends the run."""
         self._over = True
 
     # ------------------------------------------------------------------ what is known
@@ -154,7 +154,7 @@ class Survivors:
         return set(map(int, self._store.get(_LOST).decode().split()))
 
     def _lost(self) -> set[int]:
-        """Ask the store which replicas are lost that this rank still has in :attr:`living`."""
+        """Ask the store which of the replicas in :attr:`living` are lost."""
         return self._known() & set(self.living)
 
     def _must_stop(self) -> bool:
@@ -206,7 +206,7 @@ class Survivors:
         wait of the backend would end only if a neighbour in its ring is lost.
 
         Args:
-            work: from :meth:`start`; ``None``: the sum is not complete.
+            work: what :meth:`start` has returned; for ``None`` the result is false at once.
         """
         if work is None:
             return False
@@ -221,7 +221,10 @@ class Survivors:
         return True
 
     def begin_total(self) -> None:
-        """On a driver: begin to sum up :attr:`weight` and :attr:`told_to_end` of all drivers."""
+        """On a driver: begin to sum up :attr:`weight` and :attr:`told_to_end` of all drivers.
+
+        All drivers call it together. Does not wait.
+        """
         # (a new tensor: an older sum that was given up may still be under way)
         self._total = torch.tensor([self.weight, self.told_to_end], dtype=torch.float64)
         self._work = self.start(self._drivers, self._total)
@@ -234,8 +237,8 @@ class Survivors:
     def scale(self) -> float:
         """Factor for averages of gradients that each replica has multiplied by its :attr:`weight`.
 
-        It makes of the average over the replicas the weighted mean. On a driver, after
-        :meth:`has_total` was true.
+        It makes of the average over the replicas the weighted mean. 0 if all weights are 0. Valid
+        on a driver, after :meth:`has_total` has returned true.
         """
         total = self._total[0].item()
         return len(self.living) / total if total else 0.0
@@ -244,7 +247,9 @@ class Survivors:
 
     @_asking()
     def agree(self, *, complete: bool) -> tuple[int, ...] | None:
-        """Decide with the other drivers whether the averages of this step are valid; all call it.
+        """Decide with the other drivers whether the averages of this step are valid.
+
+        All drivers call it together, after :meth:`has_total`.
 
         Args:
             complete: whether all ranks of this replica have all their sums.
@@ -287,7 +292,8 @@ class Survivors:
     def go_on_with(self, living: Sequence[int]) -> None:
         """Go on without the lost replicas: make new groups, and set :attr:`living`.
 
-        All ranks of all replicas that are left call this together.
+        Calls :attr:`on_loss` at the end. All ranks of the replicas that are left call this
+        together.
 
         Args:
             living: numbers of the replicas that are left.

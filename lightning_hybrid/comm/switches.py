@@ -64,12 +64,12 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
 
 
 def switches() -> Switches:
-    """Read the values of torch's settings that this module lists, in this process."""
+    """Read torch's settings in this process: the value of each in `_SETTINGS`, in that order."""
     return tuple(read() for read, _ in _SETTINGS)
 
 
 def set_switches(wanted: Switches) -> None:
-    """Set torch's settings that this module lists, in this process.
+    """Set torch's settings in this process to the values that another process has.
 
     Args:
         wanted: their values, which :func:`switches` has read in another process.

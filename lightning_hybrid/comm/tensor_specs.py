@@ -70,7 +70,7 @@ class TensorSpec:
         return self.empty(device).zero_()
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """``tensor``, detached, with the strides of this spec; a copy if it has others.
+        """Return ``tensor``, detached, with the strides of this spec; a copy if its own differ.
 
         A conjugation or negation that torch has put off is carried out.
         """
@@ -84,7 +84,7 @@ class TensorSpec:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """View the memory of a tensor as one dimension of bytes, which every backend can send.
+    """View the memory of a tensor as one dimension of bytes, a type that every backend can send.
 
     (NCCL refuses 16-bit integers and complex numbers.)
 
@@ -133,7 +133,8 @@ class CallPrecision:
 
 Inside = Literal["", "falling", "rising"]
 """The order of micro-batches in a call whose backwards run inside of it, before the user's
-backward: ``"rising"`` or ``"falling"`` numbers; empty: no backwards run inside."""
+backward (schedule ``1f1b``): ``"rising"`` or ``"falling"`` numbers; empty: no backwards run
+inside."""
 
 
 @dataclass(frozen=True)
@@ -144,18 +145,18 @@ class CallKey:
         specialization: number of the captured graph. When a value that the network's Python code
             depends on changes, another graph is captured and cut at the same places.
         inputs: for each micro-batch, the specs of the inputs of stage 0.
-        numbers: for each micro-batch, the values of the graph's inputs that are Python numbers (see
-            :class:`~lightning_hybrid.graph.NetworkGraph`).
+        numbers: for each micro-batch, the values of ``NetworkGraph.numbers`` (Python numbers that
+            follow from the sizes of the inputs).
         grad: whether the call is differentiable.
         training: whether the network is in training mode.
         trainable: ``requires_grad`` of every parameter of the network, in the order of
             ``network.parameters()`` (a frozen weight: False).
         precision: autocast and default type of the call.
         continues_generators: whether the call continues the sequence of random numbers of the code
-            around it: then the states of the generators are the last inputs, and there is one
-            micro-batch.
-        inside: whether its backwards run inside of it, and the order of micro-batches; empty: they
-            do not run inside.
+            around it (``rng="device"``, or the network is several graphs): then the states of the
+            generators are the last inputs, and there is one micro-batch.
+        inside: whether its backwards run inside of it (schedule ``1f1b``), and the order of
+            micro-batches; empty: they do not run inside.
     """
 
     specialization: int

@@ -25,9 +25,9 @@ class BackgroundThread(Thread):
     """A thread that does not keep its process alive.
 
     Args:
-        run: function that the thread runs.
+        run: function that the thread calls.
         name: name of the thread.
-        arguments: arguments of ``run``.
+        arguments: positional arguments of ``run``.
         awaited: whether the process, when it ends, gives the thread a few seconds to end. For
             threads that wait in torch's native code: if such a thread wakes while Python ends
             (until 3.13), the process aborts.

@@ -47,8 +47,8 @@ class Failure:
         Args:
             error: an exception raised on this rank, or one that :meth:`exception` has made of
                 another rank's failure.
-            rank: name of this rank.
-            where: what the rank was doing, for the text; may be empty.
+            rank: name of this rank, for the text.
+            where: where in the rank it failed (``"in stage 2"``), for the text; may be empty.
         """
         kind = type(error)
         headline = f"{kind.__module__}.{kind.__qualname__}: {error}"
@@ -63,7 +63,7 @@ class Failure:
         return cls(**json.loads(data))
 
     def to_json(self) -> str:
-        """Write the failure as text, for the store."""
+        """Write the failure as JSON text, for the store."""
         return json.dumps(asdict(self))
 
     def exception(self) -> Exception:
@@ -95,7 +95,7 @@ def told_text(error: BaseException) -> str | None:
 
 
 def raised(text: str) -> str:
-    """Find in a traceback's text the line with the error's class and message; else its last line.
+    """Return the line of a traceback's text with the error's class and message; else its last line.
 
     Args:
         text: the text, which must not be empty.
@@ -107,7 +107,7 @@ def raised(text: str) -> str:
 
 
 def _pack(error: BaseException) -> bytes:
-    """Pickle an exception for other ranks; returns no bytes if it cannot be sent.
+    """Pickle an exception for other ranks; returns ``b""`` if it cannot be sent.
 
     Attributes that cannot be pickled are left out. Exceptions that end a process
     (``KeyboardInterrupt``) are not sent: they end that process alone.

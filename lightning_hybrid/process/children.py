@@ -26,19 +26,29 @@ _LATER = (
 
 
 class Children:
-    """The ranks that this process has started, as attributes of the class, for all its Trainers."""
+    """The ranks that this process has started, as attributes of the class, for all its Trainers.
+
+    Attributes:
+        processes: the started processes, by local rank, from local rank 1 on.
+        lose: called during a run with the local ranks of processes that have ended with an error;
+            returns the ranks that the run goes on without, or ``None``: the run ends. ``None``
+            instead of a function: no run is under way.
+        failed: name of the class of the error that this process got from the last run; empty: the
+            last run has not failed.
+    """
 
     processes: Sequence["subprocess.Popen[bytes]"] = ()
-    # hears of ranks that have ended with an error, counted from this one; gives those that the run
-    # goes on without
     lose: Callable[[Collection[int]], set[int] | None] | None = None
-    failed = ""  # class of the error that this process got from the last run, if that has failed
+    failed = ""
 
 
 def not_caught() -> str:
     """Say, for a message, that a started process ended by an error that this process has caught.
 
-    For use after a failed run; the text continues a sentence about the started process.
+    For use after a failed run (``Children.failed`` is not empty).
+
+    Returns:
+        A clause that continues a sentence about the started process.
     """
     return (
         f"it did not catch the {Children.failed} of an earlier run, which this process has caught. "
@@ -50,8 +60,10 @@ def not_caught() -> str:
 def miss_nobody() -> None:
     """Check, before another run, that a failed run has ended none of the started processes.
 
+    Does nothing if the last run has not failed.
+
     Raises:
-        RemoteError: one has ended, and would be missing in the run.
+        RemoteError: a started process has ended with an error, and would be missing in the run.
     """
     ended = next((child for child in Children.processes if child.poll()), None)
     if Children.failed and ended is not None:
@@ -64,8 +76,9 @@ def miss_nobody() -> None:
 def leave_nobody() -> None:
     """Give started processes some seconds to end, then kill them; called at exit of the script.
 
-    Does nothing if the last run has not failed. The processes notice the end of this one by its
-    closed connections, so this process must not wait for them: a shell does, in the background.
+    Does nothing if the last run has not failed. The started processes notice the end of this
+    process by its closed connections, so this process must not wait for them: a shell does, in the
+    background.
     """
     children = [str(child.pid) for child in Children.processes if child.poll() is None]
     if Children.failed and children:
@@ -89,8 +102,10 @@ class _Keeper:
 def keep_ranks(children: Sequence["subprocess.Popen[bytes]"]) -> None:
     """Start a shell that kills the started ranks if this process ends before `have_met` is called.
 
+    Called right after their start. Does nothing on a system without a shell.
+
     Args:
-        children: the processes of these ranks.
+        children: the processes of these ranks; empty: no shell is started.
     """
     if not children:
         return

@@ -53,10 +53,11 @@ def devices_of_all(
     Args:
         world: group of all ranks.
         device: device of this rank.
-        given: the user's relative speeds, by global rank; then none are measured. None: measure.
+        given: the user's relative speeds, by global rank, so that none is measured; ``None``: the
+            speeds are measured.
 
     Returns:
-        The devices by global rank, equal on all ranks.
+        The devices by global rank; the list is equal on all ranks.
     """
     if given is not None:
         return gather_objects(world, describe_device(device))
@@ -85,7 +86,11 @@ def look_around(
         world: gloo group of all ranks.
         device: device of this rank.
         backend: backend of tensors between ranks, ``"gloo"`` or ``"nccl"``.
-        given: the user's relative speeds of the devices, by global rank; None: measure them.
+        given: the user's relative speeds of the devices, by global rank; ``None``: they are
+            measured.
+
+    Returns:
+        The devices by global rank, and the speeds of links; equal on all ranks.
     """
     key = world.size(), device, backend, given
     if key not in _SEEN:
@@ -103,8 +108,8 @@ def cluster_of(
         machine: the surveyed devices.
         here: coordinates of this rank, for the numbers of replicas and stages. If they have an
             ``order``, which is that of the user's plan, it is kept.
-        drivers: global ranks that must be drivers; empty: any rank may be. The value of rank 0
-            counts on all ranks.
+        drivers: global ranks that must be drivers; empty: any rank may be a driver. The value of
+            rank 0 counts on all ranks.
 
     Returns:
         The devices of all ranks with the order in the mesh, equal on all ranks.
@@ -120,11 +125,14 @@ def known_machine(
 ) -> Machine | None:
     """Return the stored result of :func:`look_around`; ``None``: there is none, it would measure.
 
+    Called on rank 0, which sends the result to servers in its `JoinOrder`.
+
     Args:
         size: number of all ranks.
         device: device of this rank.
-        backend: backend of tensors between ranks.
-        given: the user's relative speeds of the devices; None: they are to be measured.
+        backend: backend of tensors between ranks, ``"gloo"`` or ``"nccl"``.
+        given: the user's relative speeds of the devices, by global rank; ``None``: they are to be
+            measured.
     """
     return _SEEN.get((size, device, backend, given))
 
@@ -141,11 +149,13 @@ def know_machine(
     So either all ranks measure in the next call of that function, or none does.
 
     Args:
-        machine: what :func:`known_machine` returns on rank 0; None: forget the result, if any.
+        machine: what :func:`known_machine` has returned on rank 0; ``None``: a result that this
+            process has is forgotten.
         size: number of all ranks.
         device: device of this rank.
-        backend: backend of tensors between ranks.
-        given: the user's relative speeds of the devices; None: they are to be measured.
+        backend: backend of tensors between ranks, ``"gloo"`` or ``"nccl"``.
+        given: the user's relative speeds of the devices, by global rank; ``None``: they are to be
+            measured.
     """
     key = size, device, backend, given
     _SEEN.pop(key, None)
@@ -213,7 +223,8 @@ def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
     """Measure the all-reduce over all ranks (collective over all ranks).
 
     Returns:
-        Its bytes/s, and the seconds of an all-reduce of a single number.
+        A pair: the bytes/s of an all-reduce, and the seconds of an all-reduce of a single number;
+        equal on all ranks.
     """
     load = torch.zeros(LINK_BYTES // 4, device=device)
 
@@ -229,8 +240,8 @@ def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
 def _best_s(world: Group, action: Callable[[], None]) -> float:
     """Time an action several times and return the shortest seconds (collective over all ranks).
 
-    The shortest, since other work on a machine can only make a measurement longer. All ranks meet
-    before each time.
+    The shortest, since other work on a machine can only make a measurement longer. All ranks wait
+    for each other before each repetition. Each rank returns its own time.
 
     Args:
         world: group of all ranks.

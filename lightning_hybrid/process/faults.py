@@ -58,7 +58,8 @@ class ConnectedRank(Protocol):
 def first_fault(ranks: ConnectedRank | None, error: BaseException, where: str) -> Failure | None:
     """Record an error of this rank in the store, unless another rank has recorded one before.
 
-    May wait some seconds, so that a rank that knows the cause of a lost connection records first.
+    Called when this rank fails. May wait some seconds, so that a rank that knows the cause of a
+    lost connection records first.
 
     Args:
         ranks: this rank with its store; ``None``: ranks have not met, and nothing is recorded.
@@ -66,8 +67,9 @@ def first_fault(ranks: ConnectedRank | None, error: BaseException, where: str) -
         where: name of this rank in messages.
 
     Returns:
-        The failure to report instead of ``error``: of another rank that failed first, or that has
-        sent ``error`` to this one; ``None``: report ``error`` itself.
+        The failure to report instead of ``error``: that of the rank that failed first, or that has
+        sent ``error`` to this rank; or the loss of rank 0, if the store does not answer. ``None``:
+        report ``error`` itself.
     """
     told, mine = told_text(error) is not None, Failure.of(error, where)
     if is_loss(error):  # a lost connection is of no use as an exception on other ranks
@@ -127,7 +129,9 @@ def lost_ranks(here: Coordinates, ranks: Iterable[int]) -> Failure:
 
 
 def tell_lost(everyone: ConnectedRank, ranks: Iterable[int]) -> None:
-    """Record in the store that ranks are lost, unless it has a failure, which is why they ended.
+    """Record in the store that ranks are lost, unless a failure is there, by which they ended.
+
+    Called on a rank that has started these processes.
 
     Args:
         everyone: this rank with its store.
@@ -149,8 +153,9 @@ def read_fault(store: Store) -> Failure:
 def _ask(store: Store, ask: Callable[[], T], otherwise: T, limit_s: float = _STORE_S) -> T:
     """Call a function that asks the store, and return its answer; do not wait for it without limit.
 
-    It runs in a thread: if the process that hosts the store has stopped, it would wait for ever.
-    If that has ended, the function is not called, since torch would print its stack.
+    The function runs in a thread: if the process that hosts the store has stopped, it would wait
+    for ever. If that process has ended, the function is not called, since torch would print its
+    stack.
 
     Args:
         store: the store, or a part of it under a prefix.
@@ -205,7 +210,7 @@ class FaultWatchdog:
         self._thread.start()
 
     def serve(self) -> None:
-        """Ignore failures in the store from now on, on a worker: its driver tells it of them.
+        """On a worker: ignore failures in the store from now on, since its driver tells it of them.
 
         The process is still killed if rank 0, which hosts the store, is gone. Rank 0 ends last, so
         the driver may be gone too, and a waiting worker does not always notice that.
@@ -343,7 +348,7 @@ def _answers(store: Store) -> bool:
 
 
 def say_at_next_meeting(group: Group) -> None:
-    """Tell the ranks that come to the next :func:`meet` of a group that this rank has failed.
+    """Tell the ranks that come to the next ``comm.meet`` of a group that this rank has failed.
 
     Takes part in that meeting without waiting for all, and stays for a moment so that they can read
     the failure in the store. A rank that comes later finds the connection closed.

@@ -139,7 +139,7 @@ class _Process:
 
     Attributes:
         store: store that all runs use; ``None``: no run yet.
-        everyone: what this rank has of the last meeting of all ranks; ``None``: none yet.
+        everyone: what this rank has of the last meeting of all ranks; ``None``: they have not met.
         joined: the mesh of the last run; ``None``: there is none, or it was closed.
         key: arguments of :func:`join` for which the mesh was made; empty: it is not used again.
         generation: number of groups and meshes made so far, which is part of their names.
@@ -194,17 +194,17 @@ def drop_what_driver_lacks(driver: History) -> None:
 
 
 def has_met() -> bool:
-    """Whether this process has called :func:`reach`, and so has met the store of all ranks."""
+    """Whether this process has called :func:`reach`, and so is connected to the common store."""
     return _Process.everyone is not None
 
 
 def reach(coordinates: Coordinates, meeting: Meeting) -> Everyone:
     """Get the store for a run, so that ranks can tell each other of failures from here on.
 
-    If the last run has not failed and had as many ranks, its store and group of all ranks are used
-    again. Else they are made anew: here a part of the store under a new prefix, and the group by
-    :func:`meet_all`. All ranks run the same script and count generations alike, so they agree on
-    the names of parts and groups.
+    All ranks call this at the start of a run. If the last run has not failed and had as many ranks,
+    its store and group of all ranks are used again. Else they are made anew: here a part of the
+    store under a new prefix, and then the group by :func:`meet_all`. All ranks run the same script
+    and count generations alike, so they agree on the names of parts and groups.
 
     Args:
         coordinates: coordinates of this rank. The numbers of replicas and stages may be provisional
@@ -264,7 +264,7 @@ def meet_all(everyone: Everyone) -> None:
     """Make the group of all ranks (collective: all ranks call this together).
 
     Args:
-        everyone: what :func:`reach` has returned; it gets the group.
+        everyone: what :func:`reach` has returned; its ``world`` gets the group.
 
     Raises:
         RemoteError: a rank has ended by the failure of an earlier run.
@@ -322,8 +322,8 @@ def join(
         device: device of this rank.
         survey: surveys the devices of all ranks; their order in the mesh is then that of the
             survey. ``None``: no survey, and the order of ``coordinates``.
-        capacity: relative speeds that the user has given, which the survey uses. Here they only
-            tell whether the mesh of the last run may be used again.
+        capacity: relative speeds that the user has given, which the survey uses; ``None``: they are
+            measured. Here they only tell whether the mesh of the last run may be used again.
     """
     key = (coordinates, backend, timeout, device, survey is None, capacity)
     if _Process.joined is not None and _Process.key == key:
@@ -366,7 +366,8 @@ def _end() -> None:
 def forget() -> None:
     """Give up the mesh after a failure, since its links may hold half-sent messages.
 
-    Closes its groups, which wakes ranks that wait in them. The next run makes all groups anew.
+    Closes its groups, which wakes ranks that wait in them, and waits for that for at most two
+    seconds. The next run makes all groups anew.
     """
     _Process.failed = True
     if _Process.joined is not None and _Process.key:

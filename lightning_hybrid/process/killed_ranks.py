@@ -14,12 +14,14 @@ _LOOK_EVERY_S = 0.2
 class KilledRanksWatch(BackgroundThread):
     """A thread that looks for started processes that have been killed or have ended with an error.
 
-    It asks ``Children.lose`` whether the run goes on without them; if so, it kills the rest of
-    their replicas. Otherwise the run has some seconds (``GRACE_S``) to end by itself; after these
-    the thread kills all started processes and this one.
+    The launcher starts one for each run. If a process has ended so, the thread asks
+    ``Children.lose`` whether the run goes on without it. If so, the thread kills the rest of the
+    replica. Otherwise the run has some seconds (``GRACE_S``) to end by itself; after these the
+    thread kills all started processes and this one.
 
     Args:
-        children: the started processes, those with local ranks 1, 2, ... of this host.
+        children: the started processes: those with the local ranks 1, 2, ... of this host, in this
+            order.
     """
 
     def __init__(self, children: Sequence["subprocess.Popen[bytes]"]) -> None:
@@ -42,7 +44,7 @@ class KilledRanksWatch(BackgroundThread):
         return [0 if n in given_up else child.poll() for n, child in enumerate(self._children)]
 
     def _watch(self) -> None:
-        """Wait until all children have ended well, or one has failed; then do as the class says."""
+        """Wait until all children have ended well or the run is over; act if a child has failed."""
         given_up = set[int]()  # children of lost replicas, which the run goes on without
         while True:
             codes = self._codes(given_up)

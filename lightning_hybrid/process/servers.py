@@ -64,7 +64,7 @@ class ServeOrder:
         options: how stages compute.
         synchronised: whether batch statistics are taken over the replicas.
         shards: whether states of optimizers are divided over the replicas.
-        survives: whether replicas go on if one is lost.
+        survives: whether the other replicas go on if one is lost (``BySpeed(on_loss="continue")``).
         timed: whether the server adds up the time in which it computes.
         dtype: default type of numbers in the script (`torch.get_default_dtype`), for the server to
             set.
@@ -144,7 +144,7 @@ class Servers:
         Args:
             ranks: global ranks of the servers.
             store: the store in which they look for orders.
-            host: whether this process is rank 0, which gives the orders.
+            host: whether this process is rank 0, which hosts the store and gives the orders.
         """
         cls.ranks.update(ranks)
         if host and cls.ranks and not cls._ends:
@@ -159,6 +159,9 @@ def start_server(rank: int) -> "subprocess.Popen[bytes]":
 
     Args:
         rank: global rank of the server, which on the only host is its local rank too.
+
+    Returns:
+        The process, which this function does not wait for.
     """
     # (so that what stages use of the user's modules is found as the script finds it)
     paths = os.pathsep.join(dict.fromkeys(path or str(Path.cwd()) for path in sys.path))
@@ -171,13 +174,18 @@ def start_server(rank: int) -> "subprocess.Popen[bytes]":
 
 
 def give(store: Any, order: Order) -> None:
-    """On rank 0, leave an order in the store for all servers, which carry out orders in turn."""
+    """On rank 0, leave an order in the store for all servers, which carry out orders in turn.
+
+    Args:
+        store: a ``torch.distributed.Store``, in which the servers look for orders.
+        order: the order.
+    """
     number = store.add(_LATEST, 1)
     store.set(_key(number), pickle.dumps(order))
 
 
 def latest_order(store: dist.Store) -> int:
-    """The number of the latest order in a store; orders are counted from 1, and 0 is none."""
+    """Return the number of the latest order in a store; orders count from 1, 0: there is none."""
     return store.add(_LATEST, 0)
 
 
@@ -190,9 +198,9 @@ def orders(
     ``EndOrder(1)``; if rank 0 stops answering, the process is ended (:class:`HostWatch`).
 
     Args:
-        store: the store in which rank 0 leaves the orders.
+        store: the ``torch.distributed.Store`` in which rank 0 leaves the orders.
         rank: global rank of this server.
-        after: number of the last order that is not to be yielded.
+        after: number of the order (:func:`latest_order`) after which to begin.
         timeout: how long rank 0 may not answer; each `JoinOrder` sets it anew.
     """
     own = store.clone()  # a wait for an order must not hold up other requests

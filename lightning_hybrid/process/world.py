@@ -67,7 +67,7 @@ class World:
 
     Attributes:
         everyone: as given.
-        phase: which ranks take part in barriers and broadcasts now.
+        phase: which ranks take part with this rank in barriers and broadcasts now.
     """
 
     def __init__(self, everyone: Everyone, timeout: timedelta) -> None:
@@ -92,7 +92,11 @@ class World:
             meet_all(self.everyone)
 
     def take_coordinates(self, joined: Joined) -> None:
-        """Set the mesh that this rank has joined, and with it the coordinates of this rank."""
+        """Set the mesh that this rank has joined, and with it the coordinates of this rank.
+
+        Args:
+            joined: what :func:`~lightning_hybrid.process.joining.join` has returned.
+        """
         self._joined = joined
 
     @property
@@ -131,7 +135,7 @@ class World:
 
     @property
     def _speaks_to_all(self) -> Mesh | Everyone:
-        """What speaks to all ranks: the mesh once this rank has joined it, else `everyone`."""
+        """This rank with its store and the group of all ranks: its mesh, if it has joined one."""
         return self._joined.mesh if self._joined else self.everyone
 
     @property
@@ -140,20 +144,25 @@ class World:
         return self._speaks_to_all.coordinates
 
     def survive(self, *, survives: bool) -> None:
-        """Set, before a run and equally on all ranks, whether replicas go on when one is lost."""
+        """Before a run, set whether the other replicas go on if one is lost; all ranks call it.
+
+        Args:
+            survives: whether they go on (``BySpeed(on_loss="continue")``); equal on all ranks. The
+                mesh must have been joined.
+        """
         self.mesh.survive(survives=survives)
 
     def _lose(self, children: Collection[int]) -> set[int] | None:
         """Take note of ranks that have ended with an error, and decide whether the run goes on.
 
-        The launcher of this process calls it. If the run does not go on, the loss is recorded in
-        the store.
+        The thread that watches this process's children calls it, as ``Children.lose``. If the run
+        does not go on, the loss is recorded in the store.
 
         Args:
-            children: the lost ranks, counted from this process on.
+            children: the lost ranks: their global ranks minus that of this process.
 
         Returns:
-            The global ranks of the replicas that the run goes on without; ``None``: it ends.
+            All global ranks of the replicas that the run goes on without; ``None``: the run ends.
         """
         lost = [self.everyone.coordinates.rank + number for number in children]
         survivors = self.mesh.survivors if self._joined is not None else None
@@ -166,7 +175,7 @@ class World:
         """In phase TOGETHER, wait for all ranks that run the script; in other phases do nothing.
 
         Args:
-            name: name of the barrier, which must be equal on all of them.
+            name: name of the barrier, which must be equal on all ranks that wait.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -196,13 +205,16 @@ class World:
         return same
 
     def gather(self, value: T, place: str) -> list[T]:
-        """Gather a value of each rank that runs the script, by ascending global rank (collective).
+        """Gather a value of each rank that runs the script.
 
-        To be called in phase TOGETHER.
+        All of these ranks call this together, in phase TOGETHER.
 
         Args:
-            value: value of this rank.
+            value: value of this rank, of any class that can be pickled.
             place: name of the place in the program, equal on all ranks.
+
+        Returns:
+            The values, by ascending global rank.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -211,9 +223,10 @@ class World:
         return gather_objects(self._group, value)
 
     def shared_names(self, module: nn.Module) -> frozenset[str]:
-        """Names of the parameters and buffers that a module has on every driver (collective).
+        """Names of the parameters and buffers that a module has on every driver.
 
         A driver may have further ones, which the module's ``forward`` registered in an earlier run.
+        All drivers call this together, in phase TOGETHER, when a run is set up.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -222,10 +235,10 @@ class World:
         return frozenset.intersection(*map(frozenset, names))
 
     def end_run(self) -> None:
-        """Enter phase TOGETHER, wait for all ranks, and stop to watch for failures (collective).
+        """End a run that has not failed: enter phase TOGETHER, and wait for all ranks (collective).
 
-        The wait is needed since one replica may predict for longer than the others, and rank 0,
-        which hosts the store, must not end before them.
+        Then stops watching for failures. The wait is needed since one replica may predict for
+        longer than the others, and rank 0, which hosts the store, must not end before them.
 
         Raises:
             Exception: the error of the first rank that has failed.
@@ -273,7 +286,11 @@ class World:
 
     @contextmanager
     def choosing(self) -> Iterator[None]:
-        """Inside, on rank 0, this rank is in phase CHOOSING: barriers and broadcasts do nothing."""
+        """Context in which rank 0 is in phase CHOOSING: its barriers and broadcasts do nothing.
+
+        Used on rank 0 while it chooses sizes that the user has left open. After an error inside the
+        phase stays CHOOSING.
+        """
         self.phase = Phase.CHOOSING
         yield
         self.phase = Phase.TOGETHER  # not after an error, of which `fail` tells the others
@@ -289,7 +306,7 @@ class World:
     def defer_signals(self) -> None:
         """Put off the handlers of signals while messages are exchanged, from now on.
 
-        First runs handlers that are pending. While a handler runs, this rank is in phase ALONE,
+        Also runs handlers of signals that wait. While a handler runs, this rank is in phase ALONE,
         since the other drivers may wait for it and cannot take part in barriers.
         """
         make_deferrable(self._alone)
@@ -313,7 +330,8 @@ class World:
             rank: name of this rank in messages.
 
         Returns:
-            The failure of another rank that came first; ``None``: this rank is the first to fail.
+            The failure to report instead of ``error``: that of another rank, which came first;
+            ``None``: this rank is the first to fail.
         """
         self.stop_watching()
         if self._joined and self.mesh.survivors is not None and is_loss(error):
@@ -328,7 +346,10 @@ class World:
         return first
 
     def leave(self) -> None:
-        """After a failure, close the groups of the mesh, which wakes ranks that wait in them."""
+        """After a failure, close the groups of the mesh, which wakes ranks that wait in them.
+
+        Enters phase FAILED. The next run makes all groups anew.
+        """
         self.phase = Phase.FAILED
         forget()
 
@@ -347,7 +368,9 @@ class NoWorld:
         return value
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:
-        """Return the failure of another rank that ``error`` passes on, if any; tell no rank.
+        """Return the failure of another rank that ``error`` passes on; tell no rank.
+
+        ``None``: the error is this rank's own.
 
         Args:
             error: what this rank has raised.

@@ -31,13 +31,13 @@ class BackwardPass(Pass):
         index: index of the stage among this rank's stages.
         call: the call to go back through.
         mode: the command, which says what is to be computed.
-        gradients: on the driver, by micro-batch the gradients of the network's outputs; on a
-            worker, not read. For backwards inside of a call a dict, to which the forward pass adds
-            those of each micro-batch.
+        gradients: on the driver, for each micro-batch the gradients of the network's outputs; on a
+            worker, not read. If backwards run inside of the call (`1f1b`), a dict by number of the
+            micro-batch, to which the forward pass adds the gradients of each micro-batch.
 
     Attributes:
-        inputs: on the driver, per micro-batch the gradients of the network's inputs; empty lists
-            until they are received.
+        inputs: on the driver, for each micro-batch the gradients of the network's inputs; an empty
+            list until they are received, and on a worker.
     """
 
     def __init__(
@@ -108,7 +108,8 @@ class BackwardPass(Pass):
     def weight(self, microbatch: int) -> None:
         """Add to ``weight.grad`` the gradients of weights that a split `backward` has put off.
 
-        Do nothing if the backward of this micro-batch was not split, or if this rank has failed.
+        The schedules `zero_bubble` and `1f1b` have this instruction. Does nothing if the backward
+        of this micro-batch was not split, or if this rank has failed.
         """
         part = self._put_off.pop(microbatch, None)
         if part is None or self.engine.failure is not None:
@@ -136,9 +137,10 @@ class BackwardPass(Pass):
         links.previous.send(gradients, specs)
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
-        """Make a context for a backward inside of a call: autocast is on there, and off in it.
+        """Context of a backward: if it runs inside of a call (`1f1b`), autocast is off in it.
 
-        On one device no backward runs under autocast. For other calls the context does nothing.
+        Autocast is possibly on in the call, and on one device no backward runs under autocast. For
+        all other backwards the context does nothing.
         """
         if not self.call.key.inside:
             return nullcontext()
@@ -149,11 +151,14 @@ class BackwardPass(Pass):
         return gradient if shrink == 1 or gradient is None else gradient * shrink
 
     def _hear_pattern(self, microbatch: int) -> list[bool]:
-        """Tell which of the values that this stage has sent get a gradient, in the order of sends.
+        """Tell which of the values that this stage has sent get a gradient.
 
-        The next stage sends this once for each pattern of gradients and ring of ranks: the first
-        call waits for its message, later calls look it up. (On the driver's last stage the values
-        are the network's inputs, and the next stage is stage 0.)
+        The next stage says so in one message for each pattern and ring (see `Traffic`): the first
+        time this waits for the message, later it looks the answer up. (On the driver's last stage
+        the values are the network's inputs, and the next stage is stage 0.)
+
+        Returns:
+            For each value, in the order of sending, whether it gets a gradient.
         """
         known = self.traffic.gradients_in
         place = self.mode.pattern, self.own.links.ring(microbatch)
@@ -167,8 +172,8 @@ class BackwardPass(Pass):
         The receive is begun here if `expect_gradient` has not done so.
 
         Returns:
-            For each value, in the order of sending, whether it gets a gradient; and the gradients,
-            of these values only, in the same order.
+            A pair: for each value, in the order of sending, whether it gets a gradient; and an
+            iterator over the gradients, in the same order, which skips values without one.
         """
         if microbatch not in self.expected:  # (the sender is a stage of this rank)
             self.expect_gradient(microbatch)
@@ -248,7 +253,9 @@ class BackwardPass(Pass):
     def _again(self, microbatch: int, recipe: Recipe) -> SavedForward:
         """Run a forward again whose activations were not kept; return its graph for the backward.
 
-        It draws the same random numbers as before, and uses the current weights.
+        Called right before the backward, if activations are recomputed (``Placement.recompute``,
+        or ``weights="recompute"`` of a delayed schedule). The forward draws the same random numbers
+        as before, and uses the current weights.
         """
         engine, key = self.engine, self.call.key
         with ExitStack() as stack:

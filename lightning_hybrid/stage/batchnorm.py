@@ -31,8 +31,8 @@ _BACKWARDS = (Tensor.backward, torch.autograd.backward)
 class Synchronised(TorchFunctionMode):
     """Context in which batch normalisation in training takes its statistics over a group of ranks.
 
-    Each such layer waits for the others: all ranks of the group must run the same layers in the
-    same order.
+    Each such layer waits for the same layer on the other ranks: all ranks of the group must run the
+    same layers in the same order.
 
     Args:
         group: the ranks that have these layers, one per replica.
@@ -61,9 +61,9 @@ class Synchronised(TorchFunctionMode):
 
         Args:
             func: ``Tensor.backward`` or ``torch.autograd.backward``.
-            tensors: where the backward starts: a tensor or several.
-            args: further arguments of ``func``.
-            kwargs: further arguments of ``func``.
+            tensors: where the backward starts: a tensor, or a sequence of tensors.
+            args: further positional arguments of ``func``.
+            kwargs: keyword arguments of ``func``.
         """
         roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         given = kwargs.pop("gradient", kwargs.pop("grad_tensors", args[0] if args else None))
@@ -88,7 +88,10 @@ class Synchronised(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """``torch.nn.functional.batch_norm``; in training over all ranks of the group."""
+        """``torch.nn.functional.batch_norm``; in training over all ranks, which call it together.
+
+        The arguments are those of torch's function, and so is the result.
+        """
         # running statistics are read by each rank for itself
         if not training or self._group.size() == 1:
             return F.batch_norm(
@@ -112,8 +115,8 @@ def _start(root: Tensor, gradient: Tensor | None) -> Tensor | None:
     """The gradient that a backward from ``root`` starts with: the given one, or 1 for a scalar.
 
     Returns:
-        The gradient; ``None``: ``root`` is no real scalar and none was given, so torch raises an
-        error.
+        The gradient; ``None``: ``root`` is no real scalar and no gradient was given, so that torch
+        raises an error.
     """
     if gradient is None and root.numel() == 1 and not root.is_complex():
         return torch.ones_like(root)
@@ -124,7 +127,8 @@ class _BatchNorm(torch.autograd.Function):
     """The operation of :meth:`Synchronised._batch_norm` in autograd, with statistics of all ranks.
 
     y = (x - mean) / sqrt(variance + eps) * weight + bias. All ranks of the group run its forward,
-    and its backward, together.
+    and its backward, together. The forward calls ``note`` with three tensors, which
+    :func:`_statistics` has returned, to update running statistics.
     """
 
     @staticmethod
@@ -195,8 +199,8 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         group: the ranks.
 
     Returns:
-        The mean and the biased variance of each channel, and, as a scalar tensor, the count of
-        numbers that each channel has on all ranks together.
+        Three tensors: the mean of each channel; the biased variance of each channel; a scalar, how
+        many numbers each channel has on all ranks together.
     """
     count = x.numel() // x.shape[1]
     variance, mean = torch.var_mean(x, _axes(x), correction=0)
@@ -224,5 +228,5 @@ def _axes(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """Reshape values, one per channel, to broadcast against ``x``; 16-bit floats become float32."""
+    """Reshape ``values``, one per channel, to broadcast against ``x``; float32 if x is 16-bit."""
     return values.to(_wide(x)).view(1, -1, *[1] * (x.dim() - 2))

@@ -23,8 +23,8 @@ Values = list[Tensor]
 Gradients = list[Tensor | None]
 Ends = Callable[[int, Values], tuple[Values, Gradients]]
 """Called by the driver's last stage after the forward of a micro-batch whose backward follows at
-once. Takes the number of the micro-batch and its outputs; returns the outputs to keep, and for
-each output its gradient (``None``: it gets none)."""
+once, inside of the call (schedule `1f1b`). Takes the number of the micro-batch and its outputs;
+returns a pair: the outputs to keep, and for each output its gradient (``None``: it gets none)."""
 
 
 @dataclass
@@ -35,12 +35,12 @@ class Traffic:
         incoming: by micro-batch, specs of the values that come from the previous stage (for stage
             0, of the network's inputs).
         outgoing: by micro-batch, specs of the values that go to the next stage.
-        uses_rng: whether this stage or one before it has drawn random numbers.
-        gradients_in: for each value of ``outgoing``, whether it gets a gradient; by (number of the
-            pattern, number of the ring). A pattern says which outputs of the network have a
-            gradient; a ring is the ranks that a micro-batch passes.
-        gradients_out: for each value of ``incoming``, whether it gets a gradient; by the same
-            pairs.
+        uses_rng: whether this stage or a stage before it has drawn random numbers.
+        gradients_in: for each value of ``outgoing``, whether it gets a gradient. The keys are pairs
+            (number of the pattern, number of the ring). A pattern says which outputs of the network
+            have a gradient; a ring is the ranks that a micro-batch passes.
+        gradients_out: for each value of ``incoming``, whether it gets a gradient; with the same
+            keys.
     """
 
     incoming: dict[int, list[TensorSpec]] = field(default_factory=dict)
@@ -66,7 +66,12 @@ class SavedForward:
 
     @classmethod
     def of(cls, values: Values, outputs: Sequence[Any]) -> "SavedForward":
-        """Make it from a forward's inputs and outputs, without a reference to the outputs."""
+        """Make it from a forward's inputs and outputs, without a reference to the outputs.
+
+        Args:
+            values: the inputs.
+            outputs: what ``Stage`` returns: tensors, and Python numbers, which have no edge.
+        """
         learns = (isinstance(value, Tensor) and value.requires_grad for value in outputs)
         return cls(values, [get_gradient_edge(v) if d else None for v, d in zip(outputs, learns)])
 
@@ -77,8 +82,8 @@ class Recipe:
 
     Attributes:
         values: the inputs of the stage.
-        states: states of the random generators before the forward; empty if the stage draws no
-            random numbers.
+        states: states of the random generators before the forward (from `random_state`); empty if
+            the stage draws no random numbers.
         buffers: by name, copies of the buffers that the forward writes, made before it.
     """
 
@@ -94,7 +99,7 @@ class Call:
     Attributes:
         number: number of the call among the calls of the network.
         draw: number that decides the random numbers; see
-            :func:`lightning_hybrid.stage.random_numbers.seed_number_of`.
+            :func:`lightning_hybrid.stage.random_numbers.microbatch_seed`.
         key: decides which tensors are exchanged; only the first call with a key sends shapes.
         exchange: whether headers with shapes travel before the activations, as in that first call.
         uses_rng: whether the states of the generators travel with the activations.
@@ -102,14 +107,15 @@ class Call:
         saved: for each stage of this rank, by micro-batch, what its backward needs.
         states: after the forward, states of the generators behind the last stage; empty if this
             rank does not have the last stage, or if the states do not travel.
-        ahead: whether it runs before its turn on all stages but the last; see
+        ahead: whether it runs before its turn on all stages but the last (streamed schedules); see
             :mod:`lightning_hybrid.stage.early_forwards`.
-        again: whether it has run before, so that what it writes to buffers is not kept.
+        again: whether it repeats a call that has run before (under `1f1b`, for outputs or gradients
+            that were not asked for then); what it writes to buffers is not kept.
         averages: whether the gradients in ``aside`` are averaged over the replicas while the call
             runs.
-        aside: only if backwards run inside of the call: for each stage of this rank, by name of a
-            parameter, the leaf of autograd that collects the parameter's gradient until the user's
-            backward (see :func:`leaves_of`).
+        aside: only if backwards run inside of the call (`1f1b`), else empty: for each stage of this
+            rank, by name of a parameter, the leaf of autograd that collects the parameter's
+            gradient until the user's backward (see :func:`leaves_of`).
     """
 
     number: int
@@ -129,9 +135,10 @@ class Call:
 def leaves_of(stages: Sequence[Stage]) -> list[dict[str, Tensor]]:
     """Make leaves of autograd that share the memory of the stages' trained parameters.
 
-    A forward that computes with them (``Stage.run_with``) leaves gradients in ``leaf.grad``, and
-    neither in ``parameter.grad`` nor seen by hooks of the parameters. A parameter that has several
-    names, or is in several stages, has one leaf.
+    Called at the beginning of a call inside of which backwards run (`1f1b`). A forward that
+    computes with the leaves (``Stage.run_with``) leaves gradients in ``leaf.grad``, and neither in
+    ``parameter.grad`` nor seen by hooks of the parameters. A parameter that has several names, or
+    is in several stages, has one leaf.
 
     Returns:
         For each stage, in the order of ``stages``, the leaves by name of the parameter.
@@ -153,6 +160,9 @@ def gradients_aside(
 ) -> list[tuple[Tensor, Tensor]]:
     """Take the gradients from the leaves of :func:`leaves_of`.
 
+    Called in the user's backward, after backwards inside of the call (`1f1b`) have filled the
+    leaves.
+
     Args:
         aside: for each stage, the leaves by name of the parameter.
         stages: the same stages, in the same order.
@@ -160,7 +170,8 @@ def gradients_aside(
             is set to ``None``.
 
     Returns:
-        Each parameter that requires a gradient and whose leaf has one, with that gradient.
+        Pairs of a parameter and its gradient; only parameters that require a gradient and whose
+        leaf has one.
     """
     weights: dict[Tensor, Tensor] = {}
     for stage, leaves in zip(stages, aside):
@@ -189,14 +200,18 @@ def forward(
 ) -> tuple[list[Any], Recipe]:
     """Run the forward of a micro-batch without saving activations; :func:`again` can repeat it.
 
+    Called if activations are recomputed (``Placement.recompute``).
+
     Args:
         stage: the stage.
         values: its inputs for this micro-batch.
-        numbers: for this micro-batch, the values of the graph's inputs that are Python numbers.
-        states: states of the random generators now; empty if the stage draws no random numbers.
+        numbers: for this micro-batch, the values of ``NetworkGraph.numbers`` (Python numbers that
+            follow from the sizes of the inputs).
+        states: states of the random generators now (from `random_state`); empty if the stage draws
+            no random numbers.
 
     Returns:
-        The outputs, which require gradients as ever, and the recipe for :func:`again`.
+        A pair: the outputs, which require gradients as ever, and the recipe for :func:`again`.
     """
     buffers = {name: value.detach().clone() for name, value in stage.changed().items()}
     # a stage may write to an input that needs no gradient
@@ -220,12 +235,13 @@ def again(
     Args:
         stage: the stage.
         recipe: from :func:`forward`.
-        numbers: for this micro-batch, the values of the graph's inputs that are Python numbers.
+        numbers: for this micro-batch, the values of ``NetworkGraph.numbers`` (Python numbers that
+            follow from the sizes of the inputs).
         aside: by name, tensors to compute with in the place of the stage's parameters; see
             `Call.aside`.
 
     Returns:
-        The inputs, which are leaves of the graph, and the outputs.
+        A pair of lists: the inputs, which are leaves of the graph, and the outputs.
     """
     buffers = {name: value.clone() for name, value in recipe.buffers.items()}
     tensors = {**stage.taken(), **aside, **buffers}

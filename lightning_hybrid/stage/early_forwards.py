@@ -63,12 +63,14 @@ class EarlyForwards:
             call: number of the call.
             stage: the stage.
             values: the stage's inputs for this micro-batch.
-            numbers: for this micro-batch, the values of the graph's inputs that are Python numbers.
-            states: states of the random generators before it, if the stage draws random numbers.
+            numbers: for this micro-batch, the values of ``NetworkGraph.numbers`` (Python numbers
+                that follow from the sizes of the inputs).
+            states: states of the random generators before the forward (from `random_state`); empty
+                if the stage draws no random numbers.
 
         Returns:
-            The outputs; and with ``weights="recompute"`` what the backward needs to run the forward
-            again, else ``None``.
+            A pair: the outputs; and with ``weights="recompute"`` what the backward needs to run the
+            forward again, else ``None``.
         """
         before = self._before(stage)
         # (cloned once more, since the recipe keeps the values from before the forward)
@@ -110,11 +112,12 @@ class EarlyForwards:
 
         Such a function possibly keeps a weight (detached, for instance) elsewhere than by
         ``ctx.save_for_backward``. Hooks on saved tensors do not see it there, and cannot replace it
-        by the copy. A stage is looked at once: all its calls have the same operations.
+        by the copy. Called after a forward in its turn, as the first one of a run is. A stage is
+        looked at once: all its calls have the same operations.
 
         Args:
             stage: the stage that was computed.
-            outputs: its outputs.
+            outputs: its outputs: tensors and Python numbers.
 
         Raises:
             NetworkError: the graph of the outputs has such a function.

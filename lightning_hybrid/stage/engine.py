@@ -74,7 +74,7 @@ class Engine:
         placement: on which ranks all of its stages are, and how they are scheduled.
         options: how stages compute.
         mesh: the process groups of this rank. All ranks of the replica must have called
-            :func:`connect` for this placement before.
+            :func:`~lightning_hybrid.comm.activation_links.connect` for this placement before.
         seed: seed of the random numbers inside the network.
         trace: records when this rank computes.
 
@@ -84,8 +84,8 @@ class Engine:
         averaging_group: averages the gradients of this rank's stages over the replicas.
         sparse: by name in the network, weights of this rank's stages with sparse gradients, which
             cannot be averaged; empty if there is only one replica, and one copy of these stages.
-        replayed: keeps the running statistics of a stage that has copies; ``None``: no stage of
-            this rank has copies.
+        replayed: keeps what forwards of a stage that has copies would write to running statistics;
+            ``None``: no stage of this rank has copies.
         done_before: parameters of this rank whose gradients are final when the last backward of its
             first stage begins.
         owned: the stages of this rank, in rising order.
@@ -93,7 +93,8 @@ class Engine:
             early forwards; else empty.
         failure: the first error on this rank or in an earlier stage, which travels to the driver;
             ``None``: there is none.
-        shrink: factor by which gradients are multiplied at every cut that they cross.
+        shrink: factor by which gradients are multiplied at every cut that they cross
+            (``Delayed("fdg", shrink=...)``); else 1.
         recompute: whether activations are recomputed in the backward instead of being kept.
         synchronises: whether batch normalisation takes its statistics over the replicas.
         is_compiled: whether stages run through ``torch.compile``.
@@ -174,8 +175,8 @@ class Engine:
         Args:
             call: the call; what its backward needs is kept in it.
             inputs: on the driver, per micro-batch the values for stage 0.
-            ends: on the driver, if backwards run inside of the call: makes the gradients of a
-                micro-batch's outputs (see :data:`Ends`).
+            ends: on the driver, if backwards run inside of the call (`1f1b`): makes the gradients
+                of a micro-batch's outputs (see :data:`~lightning_hybrid.stage.calls.Ends`).
 
         Returns:
             On the driver, the outputs of each micro-batch, in the order in which they ran; on a
@@ -233,8 +234,8 @@ class Engine:
     ) -> list[Gradients]:
         """Run this rank's list of backward instructions; all ranks of the replica do so together.
 
-        If backwards have run inside of the call, only add the gradients that they have left aside
-        (`Call.aside`) to those of the parameters, times ``factor``.
+        If backwards have run inside of the call (`1f1b`), only add the gradients that they have
+        left aside (`Call.aside`), times ``factor``, to those of the parameters.
 
         Args:
             call: the call to go back through.
@@ -244,8 +245,8 @@ class Engine:
                 gradients, a float64 scalar on the driver's device. Workers get it from the driver.
 
         Returns:
-            Per micro-batch, on the driver the gradients of the network's inputs if
-            ``mode.input_gradient`` asks for them; else empty lists.
+            For each micro-batch a list: on the driver the gradients of the network's inputs if
+            ``mode.input_gradient`` asks for them (``None``: an input gets none); else empty.
 
         Raises:
             Exception: on the driver, what its own stage raised. On a worker it is kept in
@@ -276,12 +277,14 @@ class Engine:
         return works[-1].inputs
 
     def _add_aside(self, call: Call, mode: Backward, factor: Tensor | None) -> None:
-        """Add to parameters' gradients those that backwards inside of a call have left aside.
+        """Add the gradients that backwards inside of a call have left aside to ``parameter.grad``.
+
+        The backward of such a call (`1f1b`); all ranks of the replica call it together.
 
         Args:
             call: the call.
-            mode: the command; ``averaged``: averages over the replicas are added, which the call
-                has begun.
+            mode: the command. With ``averaged`` the averages over the replicas are added that were
+                begun inside of the call.
             factor: on the driver, what the gradients are multiplied with; on a worker ``None``.
         """
         if not mode.parameters:
@@ -305,7 +308,10 @@ class Engine:
         self.passed = True
 
     def _send_aside(self, call: Call) -> None:
-        """If a call averages what it leaves aside, send gradients that are not sent yet."""
+        """At the end of a forward: if ``call.averages``, begin the averages that are not begun yet.
+
+        The gradients that the call has left aside are averaged. Does not wait.
+        """
         if call.averages:
             if not call.key.inside:  # (other replicas may go back inside of their calls)
                 self.average_aside(call)
@@ -314,8 +320,9 @@ class Engine:
     def average_aside(self, call: Call) -> None:
         """Begin to average the gradients that backwards inside of a call leave aside.
 
-        Called right before the last of these backwards: from then on each gradient is sent when it
-        is final. All replicas must call it for the same call.
+        Called right before the last of these backwards (`1f1b`): from then on each gradient is sent
+        when it is final. A call that has no such backwards takes part in the averages with no
+        gradients. All replicas must call it for the same call.
         """
         leaves: dict[Tensor, Tensor] = {}
         for own, aside in zip(self.owned, call.aside):
@@ -325,6 +332,8 @@ class Engine:
 
     def _pass_on(self, factor: Tensor | None) -> Tensor:
         """Pass the driver's factor on from rank to rank, from the last stage to the first one.
+
+        All ranks of the replica call this together.
 
         Args:
             factor: on the driver, the factor; on a worker ``None``: it is received from the next
@@ -347,9 +356,11 @@ class Engine:
     def send_inputs(self, key: CallKey, inputs: Sequence[Values]) -> None:
         """On the driver: begin to send stage 0 the inputs of a call that runs ahead of its turn.
 
+        Under a streamed schedule, at the launch of the call. Does not wait.
+
         Args:
             key: key of the call.
-            inputs: per micro-batch, the values for stage 0.
+            inputs: for each micro-batch, the values for stage 0.
         """
         # (in the ring stage 0 comes after the network's last stage, which the driver has)
         links = self.owned[-1].links
@@ -359,7 +370,8 @@ class Engine:
     def discard(self, call: Call) -> None:
         """On the driver: receive and drop the activations of a call that has run ahead in vain.
 
-        They come from the stage before the last one, which has run the call's forward all the same.
+        Under a streamed schedule, if the call will not have its turn. The activations come from the
+        stage before the last one, which has run the call's forward all the same.
         """
         # shapes from these headers are not kept: this stage has sent no headers of its own
         scratch = [Traffic() for _ in self.owned] if call.exchange else call.traffic
@@ -371,7 +383,8 @@ class Engine:
     def commit(self, call: Call) -> None:
         """Write to the buffers what a call's early forward has written to copies of them.
 
-        Called when the call has its turn: where one device would run its forward.
+        Called when the call has its turn: where one device would run its forward. Only under a
+        streamed schedule there is something to write.
         """
         for own, early in self.early:
             early.commit(call.number, self.stage_for(own, call.key))
@@ -385,7 +398,7 @@ class Engine:
         """Add this rank's stages of another captured graph of the network.
 
         Args:
-            stages: one stage for each number in ``owned``.
+            stages: by number of the stage, its code in that graph; for each stage in ``owned``.
         """
         for own in self.owned:
             own.specializations.append(stages[own.number])
@@ -429,7 +442,8 @@ class Engine:
     def untaken(self, call: Call) -> int:
         """How many sent messages may be unreceived by a neighbour when a new pass begins.
 
-        Before the pass the stage waits for the others. It is 0 unless the schedule is streamed.
+        Before the pass the stage waits until no more are unreceived. 0 unless the schedule is
+        streamed.
         """
         return self._ahead * call.key.microbatches
 
@@ -440,12 +454,15 @@ class Engine:
             key: key of the call. If its backwards run inside of it, the first list has these too.
             input_gradient: whether the backward list brings the gradients of the inputs to the
                 driver.
+
+        Returns:
+            A pair: the list of the forward, and the list of the backward.
         """
         here, microbatches = self.coordinates.pp_rank, key.microbatches
         return lists_of(self.placement, here, microbatches, input_gradient, key.inside)
 
     def stage_for(self, own: OwnedStage, key: CallKey) -> Stage:
-        """The code of a stage for calls with this key, made to run compiled if the options say so.
+        """Return the code of a stage for calls with a key; it runs compiled if the options say so.
 
         Args:
             own: the stage.
@@ -460,8 +477,8 @@ class Engine:
     def statistics(self, key: CallKey) -> AbstractContextManager[Any]:
         """Context in which batch normalisation takes its statistics over the replicas.
 
-        It does nothing if the network is not in training, or the options name no group for
-        statistics.
+        It does nothing if calls with this key are not in training mode, or if the options name no
+        group for statistics.
         """
         if self._statistics is None or not key.training:
             return nullcontext()
@@ -470,9 +487,8 @@ class Engine:
     def noting(self, stage: Stage, microbatch: int) -> AbstractContextManager[Any]:
         """Context of a forward in a stage with copies, which notes its changes of statistics.
 
-        `ReplayedStatistics.replay` applies them to the running statistics at the end of the pass.
-
-        The context does nothing if the stage has no copies, or writes to no buffer.
+        `ReplayedStatistics.replay` applies the changes to the running statistics at the end of the
+        pass. The context does nothing if the stage has no copies, or writes to no buffer.
         """
         if self.replayed is None or not stage.written:
             return nullcontext()

@@ -38,8 +38,8 @@ class Pass:
 
     Attributes:
         error: the last error that the stage has raised in this pass; ``None``: none.
-        expected: by micro-batch, messages whose receive has begun; ``None`` if the stage before has
-            failed, and sends none.
+        expected: by micro-batch, the message whose receive has begun; ``None``: the stage that
+            would send it has failed, and sends no message.
     """
 
     def __init__(self, engine: Engine, index: int, call: Call) -> None:
@@ -70,7 +70,7 @@ class Pass:
             self.engine.fail(error, self.own.number)
 
     def links(self, microbatch: int) -> StageLinks:
-        """The stage's links for a micro-batch, which this rank must compute."""
+        """Return the stage's links to its neighbours for a micro-batch that this rank computes."""
         return self.own.links.at(microbatch)
 
     def do(self, kind: InstructionKind, microbatch: int) -> None:
@@ -85,13 +85,14 @@ class ForwardPass(Pass):
         engine: runs the stages of this rank.
         index: index of the stage among this rank's stages.
         call: the call of the network.
-        inputs: on the driver, per micro-batch the values for stage 0; on a worker, not read.
-        ends: on the driver, if backwards run inside of the call: makes the gradients of a
+        inputs: on the driver, for each micro-batch the values for stage 0; on a worker, not read.
+        ends: on the driver, if backwards run inside of the call (`1f1b`): makes the gradients of a
             micro-batch's outputs.
 
     Attributes:
         outputs: outputs of each micro-batch, in the order in which they ran.
-        gradients: by micro-batch, what ``ends`` has returned as the gradients of the outputs.
+        gradients: by number of the micro-batch, the gradients of its outputs that ``ends`` has
+            returned; the backward pass takes them out.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class ForwardPass(Pass):
         return True
 
     def _send_header(self, microbatch: int) -> None:
-        """Send the specs of the values that follow; after an error an empty header, once a ring."""
+        """Send the specs of the values that follow; after an error an empty header on each ring."""
         if self._result is not None:
             crossing = self._result[: len(self._result) - len(self._states)]
             specs = [TensorSpec.of(value) for value in crossing]

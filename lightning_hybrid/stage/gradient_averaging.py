@@ -128,11 +128,11 @@ class _Bucket:
         parameters: parameters of one type on one device.
 
     Attributes:
-        parameters: see above.
+        parameters: as given.
         flat: the tensor.
-        numbers: the part of it that has the gradients.
-        counts: the part of it that has the counts.
-        views: for each parameter, its gradient in the tensor, in the parameter's shape.
+        numbers: view of the part of ``flat`` that has the gradients.
+        counts: view of the part of ``flat`` that has the counts.
+        views: for each parameter, its gradient in ``flat``, in the parameter's shape.
         missing: indices of the parameters whose gradients are not final yet in this step.
     """
 
@@ -184,7 +184,7 @@ class _Bucket:
             aside: as in :meth:`fill`.
 
         Returns:
-            Pairs of parameter and average. The averages are views of this bucket's memory.
+            Pairs of a parameter and its average, which is a view of this bucket's memory.
         """
         pairs: list[tuple[Tensor, Tensor]] = list(zip(self.parameters, self.views))
         if all(_gradient(parameter, aside) is not None for parameter in self.parameters):
@@ -193,9 +193,9 @@ class _Bucket:
         return [pair for pair, count in zip(pairs, self.counts.tolist()) if count > 0]
 
     def write_back(self, *, kept: bool = True) -> None:
-        """Write the averages into the parameters' gradients; all count as missing again.
+        """Write the averages into the parameters' gradients, and set :attr:`missing` to all again.
 
-        A parameter without a gradient gets a new one if a replica had one for it.
+        A parameter without a gradient on this rank gets one if another rank had a gradient for it.
 
         Args:
             kept: whether this rank uses the averages. If not, the caller must clear the gradients
@@ -230,20 +230,22 @@ class AveragingGroup:
 
     Args:
         parameters: the parameters of the stages, in the same order on all these ranks.
-        buffers: returns the buffers that the stages have now (one may be replaced), in the same
-            order on all these ranks.
+        buffers: returns the buffers that the stages have now (the user's code may replace one), in
+            the same order on all these ranks.
         group: the group of these ranks, replica by replica.
         copies: how many ranks of each replica have the stages. Each has a part of the gradients of
-            its replica: those of one replica are summed, and these sums are averaged.
+            its replica: the parts of a replica are summed, and the sums of replicas are averaged.
         owns: whether this rank steps the parameters; if not, its gradients are ``None`` after an
             average.
-        survivors: the replicas that go on if one is lost; ``None``: none does. Else :meth:`finish`
-            waits for nothing, and gradients stay those of this replica until :meth:`take`.
+        survivors: the replicas that go on if one is lost (``BySpeed(on_loss="continue")``): then
+            :meth:`finish` waits for nothing, and gradients stay those of this replica until
+            :meth:`take`. ``None``: the run ends if a replica is lost.
 
     Attributes:
-        trainable: the parameters that have gradients, if they are not those with ``requires_grad``
-            on this rank; ``None``: they are.
-        aside_of: number of the call whose averages :meth:`take_aside` would take; ``None``: none.
+        trainable: the parameters that are averaged; ``None``: those with ``requires_grad`` on this
+            rank.
+        aside_of: number of the call whose averages :meth:`take_aside` would take; ``None``: no
+            averages were begun by :meth:`arm_aside`.
     """
 
     def __init__(
@@ -277,9 +279,9 @@ class AveragingGroup:
     def keep_on_one_copy(self) -> None:
         """Prepare for a backward, in which each copy of the stages adds gradients by itself.
 
-        If all copies hold the same gradients, as after an average, only the first copy keeps them:
-        the others set theirs to ``None``, so that the next average does not count them several
-        times.
+        Called before each backward that computes gradients of parameters; sends nothing. If all
+        copies hold the same gradients, as after an average, only the first copy keeps them: the
+        others set theirs to ``None``, so that the next average does not count them several times.
         """
         if self._copies > 1 and self._whole and self._group.rank() % self._copies:
             self._clear()
@@ -322,10 +324,12 @@ class AveragingGroup:
                 self._gradient_ready(parameter)
 
     def finish(self) -> None:
-        """After :meth:`arm` and the backward: send the other buckets, and write the averages.
+        """Complete the averages that :meth:`arm` has begun; all ranks of the group call it.
 
-        Waits for all transfers. With survivors it does not wait, and writes nothing: see
-        :meth:`is_complete` and :meth:`take`. Without :meth:`arm` before it does nothing.
+        Call it after :meth:`arm` and the backward: sends the buckets that the backward has not
+        completed, waits for all transfers, and writes the averages to the parameters' ``grad``.
+        With survivors it waits for nothing and writes nothing: :meth:`is_complete` and :meth:`take`
+        do. Without :meth:`arm` before it does nothing.
         """
         if not self._armed:
             return
@@ -353,7 +357,8 @@ class AveragingGroup:
     ) -> None:
         """Like :meth:`arm`, for gradients that are collected by other tensors than the parameters.
 
-        Then call :meth:`send_aside` after the last backward, and later :meth:`take_aside`.
+        For backwards inside of a call (`1f1b`): all ranks of the group call it before the last of
+        them, :meth:`send_aside` after it, and :meth:`take_aside` in the user's backward.
 
         Args:
             call: number of the call of the network, for :attr:`aside_of`.
@@ -375,7 +380,10 @@ class AveragingGroup:
                 self._gradient_ready(parameter)
 
     def send_aside(self) -> None:
-        """Send the buckets that no backward since :meth:`arm_aside` has sent, without waiting."""
+        """Send the buckets that no backward since :meth:`arm_aside` has sent, without waiting.
+
+        All ranks of the group call it, at the end of the call of the network.
+        """
         if self._armed:
             self._armed = False
             for bucket in self._buckets:
@@ -387,8 +395,8 @@ class AveragingGroup:
         """Wait for the averages that :meth:`arm_aside` has begun, and return them.
 
         Returns:
-            Each parameter that any replica had a gradient for, with the average. The memory of the
-            averages is overwritten by the next averages.
+            Pairs of a parameter that any replica had a gradient for, and its average. The memory of
+            the averages is overwritten by the next averages.
         """
         aside = self._aside
         self._drop_aside()
@@ -412,17 +420,17 @@ class AveragingGroup:
         """With survivors: wait for the averages that :meth:`finish` has begun.
 
         Returns:
-            Whether all of them are there; false: a replica was lost. Without survivors true, at
-            once.
+            Whether all averages are there; false: a replica was lost, or a rank has failed. Without
+            survivors true, at once.
         """
         survivors = self._survivors
         return survivors is None or all(survivors.has_ended(work) for work in self._sent)
 
     def sum_again(self) -> None:
-        """After a replica was lost: average the same gradients again, over the other replicas.
+        """After a replica was lost: begin to average the same gradients again, over the others.
 
-        Their groups must have been made anew before (:meth:`Survivors.go_on_with`). Does nothing if
-        no average waits for :meth:`take`.
+        All ranks of the replicas that are left call it, after :meth:`Survivors.go_on_with`, which
+        makes new groups. Does nothing if no average waits for :meth:`take`.
         """
         if self._waits:
             # (into new memory: older sums that were given up may still be under way)
@@ -431,10 +439,12 @@ class AveragingGroup:
             self.reduce()
 
     def take(self, scale: float) -> None:
-        """With survivors: write the averages into the gradients, once all ranks have all of them.
+        """With survivors: write the averages into the gradients, once all ranks have all averages.
+
+        Does nothing if :meth:`finish` has begun none.
 
         Args:
-            scale: factor that the averages are multiplied with.
+            scale: factor that the averages are multiplied with (:attr:`Survivors.scale`).
         """
         if not self._waits:
             return
@@ -452,14 +462,17 @@ class AveragingGroup:
         return size
 
     def reduce(self) -> None:
-        """Average the gradients that there are, outside of a backward; all ranks call it."""
+        """Average the parameters' gradients outside of a backward; all ranks of the group call it.
+
+        With survivors it only begins to: see :meth:`finish`.
+        """
         self.arm()
         self.finish()
 
     def broadcast_buffers(self, among: Iterable[Tensor] | None = None) -> None:
-        """Give every rank the buffers of the group's first rank, in replica 0; all ranks call it.
+        """Give every rank the buffers of the group's first rank, which is in replica 0.
 
-        DDP does the same with the buffers of rank 0.
+        All ranks of the group call it. DDP does the same with the buffers of rank 0.
 
         Args:
             among: only buffers that are in it (the same objects) are sent; ``None``: all.

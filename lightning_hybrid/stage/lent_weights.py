@@ -1,9 +1,9 @@
 """Sends tensors between a worker and its driver, from device to device.
 
-They are the weights that a worker owns and the driver's stages use too, and their gradients: tied
-weights of a language model (its embedding and its last layer), or the weights of a stage that the
-driver has a copy of. These are sent in each step. Weights that the user's code reads on the driver
-are sent when it reads them.
+The tensors are weights that a worker owns and the driver uses too, and the gradients of these
+weights. Weights that the driver's stages use are sent in each step: tied weights of a language
+model (its embedding and its last layer), and the weights of a stage that the driver has a copy of.
+Weights that the user's code reads on the driver are sent when it reads them.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ _DRIVER = 0
 class LendingLine:
     """Takes tensors from a worker to its driver and back, from device to device.
 
-    Worker and driver have one each. A method is called on both at the same time, each with its own
-    tensors: one rank's are read, the other's are written.
+    Worker and driver have a line each. Both ranks call the same method together, each with its own
+    tensors: the method reads the tensors of one rank, and writes those of the other one.
 
     Args:
         mesh: the mesh of this rank, which is that worker or the driver.
@@ -45,7 +45,11 @@ class LendingLine:
         self._send((self._owner, _DRIVER), tensors)
 
     def to_owner(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the values of the driver's tensors into the worker's; else as :meth:`to_driver`."""
+        """Copy the values of the driver's tensors into the worker's; both ranks call it together.
+
+        Args:
+            tensors: as for :meth:`to_driver`.
+        """
         self._send((_DRIVER, self._owner), tensors)
 
     def _send(self, ends: tuple[int, int], tensors: Sequence[Tensor]) -> None:

@@ -61,7 +61,7 @@ class _PartOutline:
 
     @classmethod
     def of(cls, name: str, part: nn.Module) -> "_PartOutline":
-        """The outline of a part."""
+        """Make the outline of a part of a module, whose dotted name there is ``name``."""
         momentum = (part.momentum,) if isinstance(part, BatchNorm) else ()
         embeds = isinstance(part, nn.Embedding | nn.EmbeddingBag)
         return cls(name, momentum, sparse=embeds and bool(part.sparse))

@@ -4,8 +4,12 @@ With torch's own generators a stage that draws random numbers (dropout) would dr
 than one device does, and they would depend on the number of stages. So each micro-batch has a
 generator of its own, seeded from the run's seed, the replica, the batch, the call and the
 micro-batch, and the generator's *state travels with the activations*: stage k + 1 goes on where
-stage k stopped. The numbers then depend on the seed and on the micro-batch alone. The generators of
-the user's code are never touched.
+stage k stopped. The numbers then depend on the seed and on the micro-batch alone, and the
+generators of the user's code are as before after a call.
+
+Except where a call continues the generators of the code around it (`rng="device"`, and networks
+that are several graphs): then `driver/driven_network.py` takes their states into the call and puts
+them back after it (`CallKey.continues_generators`, `StepCalls.as_on_one_device`).
 """
 
 import hashlib
@@ -26,7 +30,9 @@ Python's and waits for the generator's."""
 
 
 def seed_number_of(batch: int, call: int) -> int:
-    """Number a call for its random numbers: the argument ``draw`` of :func:`microbatch_seed`.
+    """Number a differentiable call of a network for its random numbers.
+
+    The number is the argument ``draw`` of :func:`microbatch_seed`.
 
     Args:
         batch: how many training batches the run has seen before; it is in the checkpoint, so that a
@@ -42,7 +48,8 @@ def microbatch_seed(seed: int, replica: int, draw: int, microbatch: int) -> int:
     Args:
         seed: seed of the run's networks.
         replica: number of the replica (``dp_rank``).
-        draw: number of the call, from :func:`seed_number_of`.
+        draw: number of the call: from :func:`seed_number_of`, or a negative one if the call is not
+            differentiable (``StepCalls.take_seed_number``).
         microbatch: number of the micro-batch in the call.
     """
     # a hash: four numbers become one, and neighbours among them get streams that are not related
@@ -70,7 +77,7 @@ def state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
 
 
 def set_random_state(states: list[Tensor], device: torch.device) -> None:
-    """Set the generators that :func:`random_state` reads to ``states``, which it has returned."""
+    """Set the generators of ``device`` to ``states``, which :func:`random_state` has returned."""
     with _one_at_a_time:
         torch.set_rng_state(states[0])
         if device.type == "cuda":
@@ -84,7 +91,7 @@ def generators_of_microbatch(seed: int | None, device: torch.device) -> Iterator
     Args:
         seed: seed that the generators get at the beginning; ``None``: they are not seeded, and the
             caller sets their states inside (:func:`set_random_state`).
-        device: the GPU whose generator is meant beside the CPU's; a CPU: only the CPU's generator.
+        device: the generators are the CPU's and, if this is a GPU, that GPU's.
     """
     before = random_state(device)
     try:

@@ -37,11 +37,12 @@ class StageOptions:
 
     Attributes:
         compiled: whether they run through ``torch.compile``.
-        statistics: the group over which batch normalisation takes its statistics; ``None``: each
-            replica takes its own.
-        delayed_weights: the weights that backwards compute with under a schedule in which
-            optimizers step between a forward and its backward.
-        shrink: the factor that gradients are multiplied by at every cut that they cross.
+        statistics: the group over which batch normalisation takes its statistics
+            (``sync_batchnorm``); ``None``: each replica takes its own.
+        delayed_weights: the weights that backwards compute with under a delayed schedule, in which
+            optimizers step between a forward and its backward (``Delayed(weights=...)``).
+        shrink: the factor that gradients are multiplied by at every cut that they cross
+            (``Delayed("fdg", shrink=...)``); else 1.
     """
 
     compiled: bool = False
@@ -60,11 +61,11 @@ class OwnedStage:
             ``CallKey.specialization``; further graphs are appended during a run.
         links: links to the neighbouring stages.
         is_last: whether it is the network's last stage.
-        label: the prefix of its spans in a trace; empty if the rank has one stage.
+        label: the prefix of the names of its spans in a trace; empty if the rank has one stage.
         early: runs its forwards that come before their turn; ``None``: the schedule is not
             streamed.
-        splits: whether its backward is split into two parts; set to false when a backward could not
-            be split (:meth:`go_back_in_one`).
+        splits: whether its backward is split into two parts (`zero_bubble`, `1f1b`); set to false
+            when a backward could not be split (:meth:`go_back_in_one`).
     """
 
     number: int
@@ -109,11 +110,12 @@ def lists_of(
         here: ``pp_rank`` of the rank.
         microbatches: number of micro-batches in the call.
         input_gradient: whether the driver wants the gradients of the network's inputs.
-        inside: the order of micro-batches, if backwards run inside of the call; empty: they do not.
+        inside: the order of micro-batches, if backwards run inside of the call (`1f1b`); empty:
+            they do not.
 
     Returns:
-        The list for the forward and the list for the backward. With ``inside`` the first one has
-        the backwards too, and the second one is not used.
+        A pair: the list for the forward and the list for the backward. With ``inside`` the first
+        list has the backwards too, and the second list is not used.
     """
     ranks = [copies_of(device) for device in placement.devices]
     name = placement.schedule
@@ -148,8 +150,8 @@ def _ordered(
         ranks: for each stage, the ``pp_rank`` of each copy.
 
     Yields:
-        For the forward: a list by ``pp_rank`` of the rank's instructions, each with the copy of a
-            stage that it is for. Then the same for the backward.
+        Two results, for the forward and for the backward. Each has, at the index ``pp_rank``, the
+            list of that rank: pairs of a copy of a stage, and the instruction for it.
     """
     dealt = deal(schedule, [*map(len, ranks)])
     here = range(1 + max(map(max, ranks)))

@@ -42,7 +42,7 @@ class ReplayedStatistics:
     def noting(self, stage: Stage, microbatch: int) -> Iterator[None]:
         """Context of a micro-batch's forward: it writes to zeros instead of to running statistics.
 
-        At the end the values are kept for :meth:`replay`; after an error nothing is kept.
+        At the end what it has written is kept for :meth:`replay`; after an error nothing is kept.
 
         Args:
             stage: the stage.

@@ -44,7 +44,11 @@ CANNOT_BE_SPLIT = (
 
 
 def operations_behind(outputs: Sequence[Any]) -> list[Node]:
-    """Find the user's operations (``autograd.Function``) in autograd's graph of ``outputs``."""
+    """Find the user's operations (``autograd.Function``) in autograd's graph of some outputs.
+
+    Args:
+        outputs: tensors; other values are skipped.
+    """
     start = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn]
     nodes = reached(start, lambda node: (n for n, _ in node.next_functions if n is not None))
     return [node for node in nodes if isinstance(node, BackwardCFunction)]
@@ -55,8 +59,8 @@ class WeightPart:
     """The second part of a backward, which is still to be done.
 
     Attributes:
-        groups: each with edges of the graph to start from, the gradients that have arrived there,
-            and the weights to compute the gradients of.
+        groups: tuples of three lists: edges of the graph to start from, the gradients that have
+            arrived at these edges, and the weights to compute the gradients of.
     """
 
     groups: list[tuple[list[GradientEdge], list[Tensor], list[Tensor]]]
@@ -77,15 +81,17 @@ def input_part(
 ) -> tuple[list[Tensor | None], WeightPart] | None:
     """Compute the gradients of the inputs, and keep what the gradients of the weights need.
 
+    Called in place of an ordinary backward in stages that split (`zero_bubble`, `1f1b`).
+
     Args:
         roots: edges, in autograd's graph, of the outputs of the forward that require a gradient.
         starts: the gradient of each of these outputs.
         inputs: leaves of the graph that require a gradient.
 
     Returns:
-        For each input its gradient (``None``: no output depends on it), and the second part, which
-        the caller runs later. ``None`` in the place of both: the backward cannot be split, and
-        nothing was done.
+        A pair: for each input its gradient (``None``: no output depends on it); and the second
+        part, which the caller runs later. ``None`` in place of the pair: the backward cannot be
+        split, and nothing was done.
     """
     # 1. The operations at which weights branch off from the way to the inputs.
     way = _PathsToInputs(roots, inputs)
@@ -156,7 +162,8 @@ class _PathsToInputs:
         """Divide the weights into groups, each with the edges that its weight part starts from.
 
         Returns:
-            The edges and the weights of each group; ``None``: the backward cannot be split.
+            For each group a pair of its edges and its weights; ``None``: the backward cannot be
+            split.
         """
         if not self._splits or not all(self.leads(edge.node) for edge in self.roots):
             return None

@@ -46,10 +46,11 @@ def check(
 ) -> None:
     """Run the captured network and its stages on the same inputs, and compare bit for bit.
 
-    On a GPU they are compared up to rounding, since it does not always add in the same order. Both
-    runs start from the same random state and buffers, no backward follows, and what they write to
-    buffers is undone. Stages get copies of tensors, as over a link, but slices as they are: a
-    number is possibly rounded otherwise if it lies elsewhere in memory.
+    Called on the driver when a network is cut, before ranks get their stages. On a GPU the outputs
+    are compared up to rounding, since a GPU does not always add in the same order. Both runs start
+    from the same random state and buffers, no backward follows, and what they write to buffers is
+    undone. Stages get copies of tensors, as over a link, but slices as they are: a number is
+    possibly rounded otherwise if it lies elsewhere in memory.
 
     Args:
         graph: the captured network.
@@ -101,11 +102,12 @@ def run(
         graph: the captured network.
         stages: its stages, in order.
         leaves: the inputs, from `NetworkGraph.bind`.
-        received: turns a value that one stage has sent into the value that the next one gets.
+        received: called with each input of each stage, a tensor or a number; returns the value that
+            the stage gets in its place.
         tensors: parameters and buffers by name; ``None``: the network's own.
 
     Returns:
-        The outputs of the last stage.
+        The outputs of the last stage, tensors and numbers.
     """
     numbers = graph.values_of_numbers(graph.sizes(leaves))
     values: list[Any] = list(leaves)
@@ -117,9 +119,9 @@ def run(
 
 
 def _received(value: Any) -> Any:
-    """Copy what a stage has sent, as a link does; a slice (a view with gaps) stays as it is.
+    """Copy a tensor that a stage has sent, as a link does.
 
-    (`clone` would leave out its gaps.)
+    A slice (a view with gaps, which `clone` would leave out) and a number stay as they are.
     """
     if not isinstance(value, Tensor):
         return value
@@ -154,7 +156,7 @@ def with_saved(
     """Run code with hooks on the tensors that autograd saves, or without if it fails with them.
 
     `torch.func` refuses such hooks, and a forward that runs a backward inside needs what was saved.
-    In these cases ``run`` is called a second time, without hooks.
+    In these cases ``run`` is called a second time, without hooks. Returns what ``run`` returns.
 
     Args:
         run: the code.
@@ -242,7 +244,8 @@ def own_copy(value: Tensor, device: torch.device) -> Tensor:
 def copy_to_measure(value: Tensor, device: torch.device) -> Tensor:
     """Copy a parameter or buffer to ``device``, to measure code that computes with it.
 
-    A parameter whose numbers are not on this rank (most belong to another one) gets random numbers.
+    If the numbers of a parameter are not on this rank (mostly another rank owns it), the copy has
+    random numbers.
     """
     if not (is_deferred(value) and isinstance(value, nn.Parameter)) or value.itemsize == 1:
         return own_copy(value, device)
@@ -256,7 +259,10 @@ _NOISE_ELEMENTS = 2**16
 
 
 def _noise(tensor: Tensor) -> Tensor:
-    """Fill a tensor without gaps with random numbers, which repeat: drawing takes long on a CPU."""
+    """Fill a tensor without gaps with random numbers, and return it.
+
+    The numbers repeat, since drawing takes long on a CPU.
+    """
     flat = tensor.as_strided((tensor.numel(),), (1,))
     drawn = flat[:_NOISE_ELEMENTS].normal_(std=0.02)
     for part in flat[_NOISE_ELEMENTS:].split(_NOISE_ELEMENTS):

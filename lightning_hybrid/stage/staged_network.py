@@ -59,9 +59,9 @@ class StagedNetwork:
         return number
 
     def uses_rng(self, key: int) -> bool:
-        """Whether this rank's last stage, or a stage before it, draws random numbers in such calls.
+        """Whether calls with this key draw random numbers in this rank's last stage or before it.
 
-        Known after the first call with the key.
+        Known after the first call with the key; false before.
 
         Args:
             key: number of the key.
@@ -71,7 +71,7 @@ class StagedNetwork:
     def open(self, command: Forward) -> Call:
         """Make the call that a command describes. A differentiable one is kept in :attr:`calls`.
 
-        The caller removes it there when its last backward has run, or none will follow.
+        The caller removes it there when its last backward has run, or when no backward will follow.
 
         Args:
             command: the command; its key must be registered.
@@ -95,7 +95,8 @@ class StagedNetwork:
         """On a worker: freeze and thaw every parameter as on the driver (``requires_grad``).
 
         Args:
-            flags: from :meth:`trainable` on the driver.
+            flags: for each parameter, in the order of ``module.parameters()``: from
+                :meth:`trainable` on the driver.
         """
         for parameter, trainable in zip(self._parameters, flags):
             parameter.requires_grad_(trainable)

@@ -72,17 +72,20 @@ class WeightHooks:
         self._there: GradientsThere | None = None
 
     def __bool__(self) -> bool:
-        """Whether a weight has a hook of the user's."""
+        """Whether any weight has a hook of the user's on its gradient."""
         with as_they_are():
             return any(True for _ in self._hooked())
 
     def names(self) -> list[str]:
-        """Names of the weights that have a hook of the user's."""
+        """Names in the network of the weights that have a hook of the user's on their gradient."""
         with as_they_are():
             return [name for name, _ in self._hooked()]
 
     def late(self) -> list[str]:
-        """Names of the weights with post-accumulate hooks of the user's (which may step)."""
+        """Names in the network of the weights with post-accumulate hooks of the user's.
+
+        Such a hook may step an optimizer.
+        """
         with as_they_are():
             found = [(name, gradient_hooks(weight, late=True)) for name, weight in self._hooked()]
         return [name for name, hooks in found if any(map(is_of_the_user, hooks))]
