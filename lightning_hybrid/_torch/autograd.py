@@ -145,12 +145,12 @@ def forward_derivatives() -> AbstractContextManager[Any]:
 
 
 def dual_level() -> int:
-    """The number of the innermost open level of forward-mode derivatives; -1: none is open."""
+    """Return the number of the innermost open level of forward-mode derivatives; -1: none."""
     return int(torch.autograd.forward_ad._current_level)
 
 
 def functorch_level() -> int:
-    """Number of transforms of `torch.func` (``vmap``, ``grad``) in which the calling code runs."""
+    """Return in how many transforms of `torch.func` (``vmap``, ``grad``) the calling code runs."""
     return int(_functorch_level() or 0)
 
 

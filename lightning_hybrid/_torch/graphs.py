@@ -147,5 +147,5 @@ def modules_of_operator(function: Any) -> Iterator[str]:
 
 
 def qualified_name_by_fx(function: Any) -> str:
-    """The dotted name that fx writes into generated code for a function."""
+    """Return the dotted name that fx writes into generated code for a function."""
     return str(_name_by_fx(function))

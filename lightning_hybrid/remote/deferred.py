@@ -96,7 +96,7 @@ class Maker:
         self.give_memory(tensor, self.numbers([tensor])[0])
 
     def pickled(self, tensor: Tensor) -> Any:
-        """What ``__reduce_ex__`` returns for a deferred tensor of this maker, which is pickled.
+        """Return what ``__reduce_ex__`` is to return for a deferred tensor of this maker.
 
         ``None``: it is pickled as an ordinary tensor with its numbers.
         """
@@ -257,7 +257,11 @@ def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor, detached; those of a deferred one in new memory."""
+    """Return the numbers of a tensor, detached: of a deferred one in new memory, else in its own.
+
+    Raises:
+        DeferredError: another rank owns the tensor.
+    """
     return tensor.numbers() if isinstance(tensor, _Deferred) else tensor.detach()
 
 

@@ -93,6 +93,12 @@ class DeferredMaker(Maker):
 
     Args:
         device: the device on which a run on one device would make the numbers.
+
+    Attributes:
+        tape: has what was recorded, and makes numbers of it.
+        device: see above.
+        active: whether a module is being built or loaded.
+        lock: held while an operation is recorded or numbers are made, which threads do in turn.
     """
 
     on_one_rank = True
@@ -116,6 +122,9 @@ class DeferredMaker(Maker):
         """Inside, new tensors have no memory; afterwards those of ``module`` are deferred.
 
         Tensors that the module had before stay as they are.
+
+        Args:
+            module: the LightningModule, to which the user's hooks add modules inside.
         """
         before = {id(tensor) for _, tensor in _state(module)}
         with self._noting(), _started_threads(self._recorded):
@@ -250,9 +259,9 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in attributes of modules that are no parameters or buffers, with their names.
+    """Yield the tensors in attributes of modules that are no parameters or buffers.
 
-    Tensors in lists and dictionaries are found too.
+    Each comes with its dotted name. Tensors in lists and dictionaries are found too.
     """
     for name, part in module.named_modules():
         for key, value in vars(part).items():
@@ -544,7 +553,7 @@ def _started_threads(
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of an operation that it writes to."""
+    """Return the tensors among the arguments of an operation that it writes to."""
     given = dict(zip((argument.name for argument in schema(func).arguments), args)) | kwargs
     found: list[Tensor] = []
     for argument in schema(func).arguments:

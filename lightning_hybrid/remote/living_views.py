@@ -60,7 +60,12 @@ def living_views(tensors: Iterable[Tensor]) -> list[ViewInMemory]:
 
 
 def _shown(view: Tensor, owners: Sequence[Tensor]) -> list[Tensor]:
-    """Of some tensors, the first one in whose memory a view lies; else all that it overlaps."""
+    """Of some tensors, return the first in whose memory a view lies; else all that it overlaps.
+
+    Args:
+        view: the view.
+        owners: the tensors, in the same storage as the view.
+    """
     whole = [owner for owner in owners if _lies_in(view, owner)]
     return whole[:1] or [owner for owner in owners if _overlap(view, owner)]
 

@@ -551,7 +551,7 @@ class Proxies:
             self.enter_graph(self._tensors[RemoteKind.PARAMETER][name])
 
     def gradient(self, remote: Remote) -> Tensor | None:
-        """What ``parameter.grad`` gives: a proxy, an assigned tensor, or None for no gradient.
+        """Return what ``parameter.grad`` is: a proxy, an assigned tensor, or None for no gradient.
 
         It asks the owners if it is not known here whether there is a gradient.
         """

@@ -72,7 +72,7 @@ class UsesOfProxies(Protocol):
     device: torch.device
 
     def read(self, remote: "Remote") -> None:
-        """Fetch a tensor from its owner if its values here are stale."""
+        """Fetch a tensor from its owner if its values here are stale; they are read next."""
 
     def touch(self, remote: "Remote") -> None:
         """Note that a tensor was written to here."""
@@ -84,10 +84,15 @@ class UsesOfProxies(Protocol):
         """Note that an operation is over, so that the values that it has read may be freed."""
 
     def gradient(self, remote: "Remote") -> Tensor | None:
-        """What ``parameter.grad`` gives for a parameter that another rank owns."""
+        """Return what ``parameter.grad`` is for another rank's parameter; ``None``: no gradient."""
 
     def assign_gradient(self, remote: "Remote", value: Tensor | None) -> None:
-        """Carry out ``parameter.grad = value`` for a parameter that another rank owns."""
+        """Carry out ``parameter.grad = value`` for a parameter of another rank.
+
+        Args:
+            remote: the parameter.
+            value: the gradient; ``None``: it is cleared.
+        """
 
 
 class Remote:
@@ -118,9 +123,10 @@ class Remote:
         self.written = False
 
     def show(self, make: Callable[[], Tensor]) -> Tensor:
-        """The proxy of this gradient that code here refers to.
+        """Return the proxy of this gradient that code here refers to already, or else a new one.
 
-        If there is none any more, ``make`` is called to make one.
+        Args:
+            make: makes a proxy; called if there is none, or none any more.
         """
         proxy = self.shown
         if proxy is None:
@@ -167,7 +173,11 @@ class _Kept:
 
 
 class _Proxy(Intercepted):
-    """Base of the two classes of proxies."""
+    """Base of the two classes of proxies.
+
+    Attributes:
+        _source: the tensor of another rank whose values the proxy shows.
+    """
 
     _source: Remote
 
@@ -248,7 +258,10 @@ def all_proxies() -> list[Tensor]:
 
 
 def make_plain(tensor: Any) -> None:
-    """Turn a proxy into an ordinary tensor, with the values that are here; others stay as are."""
+    """Turn a proxy into an ordinary tensor, with the values that it has here.
+
+    Other tensors stay as they are. It stays the same object.
+    """
     # (of every weight in every call of a network: no table of classes is made for each)
     kind = type(tensor)
     if kind is RemoteParameter:
@@ -262,9 +275,9 @@ def make_plain(tensor: Any) -> None:
 
 
 def read_now(tensor: Tensor) -> Tensor:
-    """The present values of a proxy as an ordinary tensor; other tensors are returned as they are.
+    """Return the present values of a proxy as an ordinary tensor, detached.
 
-    A proxy that requires a gradient is returned as it is, too.
+    Tensors that are no proxies, and proxies that require a gradient, are returned as they are.
     """
     if not isinstance(tensor, _Proxy) or tensor.requires_grad:
         return tensor
@@ -277,9 +290,9 @@ def source_of(tensor: Any) -> Remote | None:
 
 
 def writes_to(tensor: Tensor) -> int:
-    """A number to compare before and after code ran here: another one, if it wrote to the tensor.
+    """Return a number by which to see whether code on this rank has written to a tensor.
 
-    (A fetch of a proxy's values does not count as a write.)
+    It is another one after a write than before. (A fetch of a proxy's values is no write.)
     """
     source = source_of(tensor)
     with as_they_are():
@@ -316,7 +329,11 @@ def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
 
 
 def hook_refused(name: str) -> HybridError:
-    """The error for a hook on a parameter whose gradient is on another rank."""
+    """Make the error for a hook that code puts on a parameter whose gradient is on another rank.
+
+    Args:
+        name: name of the parameter.
+    """
     return HybridError(
         f"A hook was put on parameter {name!r} in the middle of a run, but another rank owns it "
         "and its gradient arises there. Put hooks on parameters before the first batch (in "

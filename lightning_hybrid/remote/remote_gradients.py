@@ -73,7 +73,7 @@ class RemoteGradients:
         return not self.in_graph and self._present is not None
 
     def ask_present(self) -> set[str]:
-        """Names of the remote parameters that have a gradient on their owner.
+        """Return the names of the remote parameters that have a gradient on their owner.
 
         Asks the owners unless it is known (:attr:`known` never asks). Each new name also gets a
         `Remote` with zeroed memory on this rank, into which a later read fetches the gradient.
@@ -108,9 +108,10 @@ class RemoteGradients:
             self._names().discard(name)
 
     def proxy(self, remote: Remote) -> Tensor | None:
-        """What ``parameter.grad`` gives: an assigned tensor, a proxy of the owner's gradient, None.
+        """Return what ``parameter.grad`` is: an assigned tensor, a proxy, or None for no gradient.
 
-        Asks the owners unless it is known which parameters have a gradient.
+        A proxy is one of the owner's gradient. The owners are asked unless it is known which
+        parameters have a gradient.
         """
         if remote.name in self.assigned:
             return self.assigned[remote.name]

@@ -85,10 +85,11 @@ class Unread(Maker):
         self._shown.append(ref(tensor))
 
     def pickled(self, tensor: Tensor) -> Any:
-        """What ``__reduce_ex__`` returns for a tensor inside of :func:`streaming`.
+        """Return what ``__reduce_ex__`` is to return for a tensor that is pickled.
 
-        It has the pickler read the tensor only when it writes the tensor's numbers. ``None``
-        outside, and for parameters: they are pickled as ordinary tensors with their numbers.
+        Inside of :func:`streaming` it has the pickler read the tensor only when it writes the
+        tensor's numbers. ``None`` outside, and for parameters: they are pickled as ordinary tensors
+        with their numbers.
         """
         if not _streams.get() or isinstance(tensor, nn.Parameter):
             return None

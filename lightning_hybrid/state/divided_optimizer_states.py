@@ -50,7 +50,7 @@ class OtherReplicas:
         replicas: the number of replicas.
 
     Attributes:
-        replica_of: how states are divided so far.
+        replica_of: for each parameter that is divided so far, the replica that has its state.
         gathering: whether all replicas are bringing their states together, so that a state dict may
             be made.
         over: whether the run has ended.
@@ -143,6 +143,10 @@ class StateShares:
         group: the group of the ranks that have the same stages, one of each replica.
         names: names of the parameters that all ranks know, by ``id``.
         replica_of: how states are divided; the dictionary may grow.
+
+    Attributes:
+        replica_of: see above.
+        replica: number of the replica of this rank.
     """
 
     def __init__(self, group: Group, names: Mapping[int, str], replica_of: ReplicaOfState) -> None:

@@ -129,7 +129,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def shared_memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is equal for tensors that show the same memory in the same way.
+    """Return a key that is equal for tensors that show the same memory in the same way.
 
     That is: with the same storage, offset, shape, strides and type.
     """
