@@ -126,9 +126,9 @@ def is_checkpointed() -> bool:
 def own_saved_tensors() -> AbstractContextManager[Any]:
     """Return a context that switches off hooks on saved tensors which are active now.
 
-    For code of stages, as users' hooks are not for the tensors that it saves. If no hooks are
-    active, the context does nothing: any hooks, even its own, would switch off autograd's check of
-    in-place changes.
+    For code of stages: the user's hooks are not for the tensors that these save. If no hooks are
+    active, the context does nothing, since any hooks, even its own, would switch off autograd's
+    check of in-place changes.
     """
     if _hooks_around() is None:
         return nullcontext()

@@ -56,7 +56,10 @@ from lightning_hybrid.remote.unread import is_unread
 
 
 def _was_loaded(tensor: Any) -> bool:
-    """Whether the checkpoint that is being loaded has written to a deferred tensor."""
+    """Whether the checkpoint that is being loaded has written to a tensor.
+
+    ``False`` for a tensor that is not deferred, or that another rank owns.
+    """
     deferral: DeferredMaker | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
@@ -184,6 +187,8 @@ class DeferredMaker(Maker):
 
     def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
         """Let tensors of a module that other ranks own be written to on this rank.
+
+        Until :meth:`loading` has ended they are deferred tensors of this maker.
 
         Returns:
             Each of these tensors, its name, and the words for where its numbers are.

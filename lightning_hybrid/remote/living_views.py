@@ -155,7 +155,10 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The part of its storage that a tensor spans: first byte, and the byte behind the last."""
+    """Return the part of its storage that a tensor spans, in bytes.
+
+    It is a pair: the place of the first byte, and that of the byte behind the last.
+    """
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()

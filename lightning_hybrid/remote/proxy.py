@@ -33,7 +33,12 @@ class RemoteStore(Protocol):
     """Reads and sets tensors on the ranks that own them, by their names in the LightningModule."""
 
     def give(self, kind: RemoteKind, names: list[str]) -> Mapping[str, Tensor]:
-        """Fetch the present values of tensors of a kind. Returns them by name."""
+        """Fetch the present values of tensors, and return them by name.
+
+        Args:
+            kind: the kind of the tensors.
+            names: their names, for gradients those of the parameters.
+        """
 
     def bring(self, kind: RemoteKind, memory: Mapping[str, Tensor]) -> Collection[str]:
         """Write the present values of parameters or gradients into memory on this device.
@@ -59,7 +64,7 @@ class RemoteStore(Protocol):
         """Set the gradients of parameters to None at their owners."""
 
     def gradient_names(self) -> set[str]:
-        """Ask the owners which parameters have a gradient; give the names of these."""
+        """Ask the owners which parameters have a gradient; return the names of these."""
 
 
 class UsesOfProxies(Protocol):
@@ -75,7 +80,8 @@ class UsesOfProxies(Protocol):
         """Fetch a tensor from its owner if its values here are stale; they are read next."""
 
     def touch(self, remote: "Remote") -> None:
-        """Note that a tensor was written to here."""
+        """Note that code has written to a tensor's values here, which the owner does not have yet.
+        """
 
     def enter_graph(self, remote: "Remote") -> None:
         """Note that autograd has recorded a use of a parameter."""
@@ -140,7 +146,7 @@ class Remote:
         return self._shown() if self._shown is not None else None
 
     def keep(self) -> None:
-        """Cut the link to the owner, which drops the tensor: proxies keep the values they have."""
+        """Cut the link to the owner, which drops the tensor then: proxies keep their values."""
         self.table = _Kept(self.value.device)
 
     @property
@@ -245,7 +251,12 @@ def make_proxy(tensor: Any, source: Remote) -> Tensor:
 
 
 def make_proxy_again(tensor: Any, source: Remote) -> None:
-    """Turn a tensor that :func:`make_proxy` was called for before into a proxy again."""
+    """Turn a tensor that was made a proxy before, and is ordinary now, into a proxy again.
+
+    Args:
+        tensor: the tensor, for which :func:`make_proxy` was called.
+        source: the tensor of another rank whose values the proxy shows.
+    """
     # (looked up for every weight in every call: `isinstance` asks the metaclass of parameters)
     plain = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
     tensor.__class__ = RemoteParameter if plain else RemoteTensor
@@ -253,7 +264,10 @@ def make_proxy_again(tensor: Any, source: Remote) -> None:
 
 
 def all_proxies() -> list[Tensor]:
-    """All tensors that were made proxies and still exist; some are possibly ordinary again."""
+    """Return all tensors that were made proxies and still exist.
+
+    Some of them are possibly ordinary tensors again.
+    """
     return list(_made.values())
 
 
@@ -285,7 +299,10 @@ def read_now(tensor: Tensor) -> Tensor:
 
 
 def source_of(tensor: Any) -> Remote | None:
-    """The tensor of another rank whose values a proxy shows; ``None``: the tensor is no proxy."""
+    """Return the tensor of another rank whose values a proxy shows.
+
+    ``None``: the tensor is no proxy.
+    """
     return tensor._source if isinstance(tensor, _Proxy) else None
 
 

@@ -160,7 +160,11 @@ class RemoteGradients:
         return bool(found)
 
     def send_assigned(self) -> Collection[str]:
-        """Send the owners the assigned gradients. Returns the names of the parameters."""
+        """Send the owners the gradients that code has assigned or cleared since the last call.
+
+        Returns:
+            The names of the parameters.
+        """
         assigned, self.assigned = self.assigned, {}
         cleared = [name for name, value in assigned.items() if value is None]
         if cleared:
@@ -215,7 +219,10 @@ class RemoteGradients:
         return [found for found in held if found.shown is not None]
 
     def release(self, name: str) -> None:
-        """Drop the gradient of a parameter; a proxy that code still has keeps its values."""
+        """Drop the gradient of a parameter here; a proxy that code still has keeps its values.
+
+        Nothing is sent to the owner.
+        """
         self._parts.discard(name)
         found = self._held.pop(name, None)
         if found is not None:

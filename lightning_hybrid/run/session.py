@@ -163,7 +163,7 @@ class DriverSession:
             replace_unscaling(scaler, None)
 
     def __deepcopy__(self, memo: object) -> "DriverSession":
-        """Copies of a Trainer, and of what it has patched, belong to the same run."""
+        """Return this session: copies of a Trainer, and of what is patched, are in the same run."""
         return self
 
     @property

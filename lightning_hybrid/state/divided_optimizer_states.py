@@ -82,12 +82,19 @@ class OtherReplicas:
             loads[lightest] += sizes[name]
 
     def have(self, parameter: object) -> bool:
-        """Whether another replica has the state of a parameter."""
+        """Whether another replica than this one has the state of a parameter."""
         name = self._names.get(id(parameter), "")
         return self.replica_of.get(name, self._replica) != self._replica
 
     def refuse(self, parameter: object) -> None:
-        """Raise HybridError if another replica has the state of a parameter."""
+        """Refuse code that asks this rank for the state of a parameter which another replica has.
+
+        Args:
+            parameter: the parameter; of any other, nothing is refused.
+
+        Raises:
+            HybridError: another replica has its state.
+        """
         if self.have(parameter):
             name = self._names[id(parameter)]
             raise HybridError(

@@ -620,7 +620,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             self._saves.save(partial(self._session.save_shards, checkpoint), Path(filepath))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, which is a file or a folder."""
+        """Remove a checkpoint, a file or a folder; a folder after the saves that are under way.
+
+        Only replica 0's driver does so.
+        """
         if self._config.checkpoint == "full" and not is_sharded(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
