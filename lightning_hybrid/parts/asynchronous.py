@@ -158,7 +158,10 @@ class ParameterServer:
             ours.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _update(self) -> None:
-        """Apply all collected pushes in one optimizer step, and keep weights for their replicas."""
+        """Apply all collected pushes in one optimizer step.
+
+        The new weights are kept for the replicas that have pushed.
+        """
         parameters = list(self._copies.values())
         sizes = [*(p.numel() for p in parameters), len(parameters) + 1]
         self._optimizer.zero_grad()

@@ -164,8 +164,7 @@ class Tape:
     # ------------------------------------------------------------------ recording
 
     def view(self, tensor: Tensor) -> View:
-        """Return the place of a tensor on the meta device; from then on the tape knows its storage.
-        """
+        """Return the place of a tensor on the meta device. The tape then knows its storage."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         self._storages.setdefault(key, storage)

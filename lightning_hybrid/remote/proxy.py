@@ -80,8 +80,7 @@ class UsesOfProxies(Protocol):
         """Fetch a tensor from its owner if its values here are stale; they are read next."""
 
     def touch(self, remote: "Remote") -> None:
-        """Note that code has written to a tensor's values here, which the owner does not have yet.
-        """
+        """Note that code has written to a tensor here; its owner does not have the values yet."""
 
     def enter_graph(self, remote: "Remote") -> None:
         """Note that autograd has recorded a use of a parameter."""

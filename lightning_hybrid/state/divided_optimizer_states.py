@@ -166,9 +166,13 @@ class StateShares:
 
     @contextmanager
     def alone(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, an optimizer sees the gradients of this rank's share alone; make its step there.
+        """Inside, an optimizer finds gradients of this rank's share alone; make its step there.
 
-        It is followed by :meth:`exchange`.
+        Gradients of parameters that other ranks step are hidden, and are back afterwards. Call
+        :meth:`exchange` next, on all ranks.
+
+        Args:
+            optimizer: an optimizer of this rank.
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._stepped = found = [p for p in parameters if p.grad is not None]

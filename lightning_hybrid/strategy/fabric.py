@@ -174,7 +174,8 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle, without process groups, so that Fabric can spawn processes."""
+        """Return the state to pickle, without process groups, so that Fabric can spawn processes.
+        """
         return vars(self) | {"_session": BetweenRuns(NoWorld(), Building())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -346,7 +347,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._ranks.joined.end_run()
 
     def fail(self, error: BaseException) -> Failure | None:
-        """Tell the other ranks that this one fails with ``error``, and give up the run and groups.
+        """Tell the other ranks that this one fails with ``error``, and leave the run.
 
         Returns:
             The failure of another rank that came first; ``None``: this rank is the first to fail.
