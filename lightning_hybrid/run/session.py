@@ -384,9 +384,9 @@ class DriverSession:
     def evaluation_starts(self, *, between: bool) -> None:
         """Prepare for an evaluation, before its hooks and its first batch.
 
-        Its hooks may change buffers of single replicas, so the next :meth:`evaluates` gives all
-        replicas those of replica 0. Before a validation this does so too; it also drops what was
-        begun of later batches, and has parts pause.
+        The hooks may change buffers of single replicas, so the next :meth:`evaluates` gives all
+        replicas those of replica 0. Before a validation, the replicas get equal buffers here
+        already, what was begun of later batches is dropped, and parts of the run pause.
 
         Args:
             between: whether it is a validation, which may come between batches of training.
@@ -427,8 +427,8 @@ class DriverSession:
         Args:
             module: the LightningModule.
             here: whether this rank gets the state dict; else it is empty.
-            unread: whether numbers of workers stay there until they are read; ``None``: if the run
-                saves sharded checkpoints.
+            unread: whether numbers of workers stay there until they are read; ``None``: only if the
+                run saves sharded checkpoints.
 
         Raises:
             Exception: a stage of some replica has failed before.

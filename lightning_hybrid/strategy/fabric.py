@@ -174,8 +174,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without process groups, so that Fabric can spawn processes.
-        """
+        """Return the state to pickle, without process groups: Fabric may spawn processes."""
         return vars(self) | {"_session": BetweenRuns(NoWorld(), Building())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
