@@ -365,10 +365,10 @@ class Config:
             _check_kind("the plan's schedule", plan.schedule, tuple(SCHEDULES))
 
     def _asked(self) -> dict[str, str]:
-        """The options that the user has asked for: by name the argument, as text for a message.
+        """Return the options that the user has asked for: by name, the argument as text.
 
-        For example ``{"recompute": "recompute=True"}``; the names are those of
-        :data:`~lightning_hybrid.contradicting_options.PAIRS`.
+        The texts are for messages. For example ``{"recompute": "recompute=True"}``; the names are
+        those of :data:`~lightning_hybrid.contradicting_options.PAIRS`.
         """
         name = self._scheduled
         stages = self._asked_stages
@@ -454,7 +454,16 @@ def _check_record(name: str, value: object, kind: Any, words: tuple[str, ...] = 
 
 
 def _check_kind(name: str, value: object, kinds: tuple[str, ...]) -> None:
-    """Raise a PlanError if an argument has none of the allowed values (``kinds``)."""
+    """Check that an argument has one of the allowed values.
+
+    Args:
+        name: name of the argument, as text for the error.
+        value: its value.
+        kinds: the allowed values.
+
+    Raises:
+        PlanError: it has another value.
+    """
     if value not in kinds:
         raise PlanError(f"{name}={value!r} is none of {', '.join(map(repr, kinds))}.")
 

@@ -119,7 +119,7 @@ def check_schedule(shown: str, name: str, plan: Plan | None) -> None:
         plan: the user's plan; ``None``: there is none.
 
     Raises:
-        PlanError: it does.
+        PlanError: the plan has another schedule.
     """
     if plan is not None and plan.schedule != name:
         raise PlanError(

@@ -126,9 +126,9 @@ def is_checkpointed() -> bool:
 def own_saved_tensors() -> AbstractContextManager[Any]:
     """Return a context that switches off hooks on saved tensors which are active now.
 
-    For code of stages, as users' hooks are not for the tensors that it saves. If no hooks are
-    active, the context does nothing: any hooks, even its own, would switch off autograd's check of
-    in-place changes.
+    For code of stages: the user's hooks are not for the tensors that these save. If no hooks are
+    active, the context does nothing, since any hooks, even its own, would switch off autograd's
+    check of in-place changes.
     """
     if _hooks_around() is None:
         return nullcontext()
@@ -145,12 +145,12 @@ def forward_derivatives() -> AbstractContextManager[Any]:
 
 
 def dual_level() -> int:
-    """The number of the innermost open level of forward-mode derivatives; -1: none is open."""
+    """Return the number of the innermost open level of forward-mode derivatives; -1: none."""
     return int(torch.autograd.forward_ad._current_level)
 
 
 def functorch_level() -> int:
-    """Number of transforms of `torch.func` (``vmap``, ``grad``) in which the calling code runs."""
+    """Return in how many transforms of `torch.func` (``vmap``, ``grad``) the calling code runs."""
     return int(_functorch_level() or 0)
 
 

@@ -74,7 +74,12 @@ def parts_of_numpy(function: Any) -> tuple[str, Any] | None:
 
 
 def numpy_from_parts(kind: str, called: Any) -> Any:
-    """Make the target for a node that calls NumPy, from what `parts_of_numpy` returns."""
+    """Make the target for a node that calls NumPy.
+
+    Args:
+        kind: the kind of call, as `parts_of_numpy` returns it.
+        called: NumPy's function, method or operator, likewise.
+    """
     return _numpy()[kind][0](called)
 
 
@@ -147,5 +152,5 @@ def modules_of_operator(function: Any) -> Iterator[str]:
 
 
 def qualified_name_by_fx(function: Any) -> str:
-    """The dotted name that fx writes into generated code for a function."""
+    """Return the dotted name that fx writes into generated code for a function."""
     return str(_name_by_fx(function))

@@ -88,7 +88,10 @@ def check_dimensions(norm: BatchNorm, value: Tensor) -> None:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module itself has full backward hooks; there is no public way to ask."""
+    """Whether a module itself, not its submodules, has backward hooks or pre-hooks of any kind.
+
+    There is no public way to ask.
+    """
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 

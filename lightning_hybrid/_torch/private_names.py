@@ -71,6 +71,8 @@ _missing: list[str] = []
 def find(name: str, instead: Any = None) -> Any:
     """Look up a private name of torch, and return what it stands for.
 
+    A name of `OPTIONAL` that torch lacks is noted for :func:`lost`.
+
     Args:
         name: the name, as ``module:name``.
         instead: what to return if torch lacks the name, and it is in `OPTIONAL`.

@@ -97,10 +97,10 @@ def has_tensors(storage: torch.UntypedStorage) -> bool:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether something in C++ holds the tensor object itself, such as a graph that has it as leaf.
+    """Whether C++ code holds the tensor object itself, as an autograd graph holds its leaves.
 
-    Such an autograd graph has not saved the tensor's memory, and reads in its backward what memory
-    the tensor has then.
+    Such a graph has possibly saved no memory of the tensor: its backward then reads the memory that
+    the tensor has at that time.
     """
     holders: int = tensor._use_count()  # type: ignore[attr-defined]
     return holders > 1  # the first is Python's object
@@ -189,7 +189,12 @@ def take_hooks(tensor: torch.Tensor) -> HookTables:
 
 
 def put_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
-    """Put hooks on the gradient of a tensor that :func:`take_hooks` has returned."""
+    """Put hooks that :func:`take_hooks` has returned on the gradient of a tensor.
+
+    Args:
+        tensor: the tensor.
+        tables: the hooks. A second table of ``None`` leaves the tensor's hooks of that kind.
+    """
     anything: Any = tensor  # (torch's annotations do not allow ``None``)
     anything._backward_hooks, late = tables
     if late is not None:

@@ -158,7 +158,10 @@ class ParameterServer:
             ours.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _update(self) -> None:
-        """Apply all collected pushes in one optimizer step, and keep weights for their replicas."""
+        """Apply all collected pushes in one optimizer step.
+
+        The new weights are kept for the replicas that have pushed.
+        """
         parameters = list(self._copies.values())
         sizes = [*(p.numel() for p in parameters), len(parameters) + 1]
         self._optimizer.zero_grad()
@@ -425,7 +428,7 @@ class AsynchronousReplica(Part):
 
 
 def parameters_of(optimizer: SGD) -> list[Parameter]:
-    """The parameters that an optimizer steps, in the order of its groups."""
+    """Return the parameters that an optimizer steps, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -448,7 +451,10 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _needs_all(run: Run) -> Iterator[str]:
-    """Reasons, as parts of an error, why replicas of a run would have to do more together."""
+    """Yield reasons why replicas of a run would have to do more together than they can.
+
+    Each is the end of a sentence that begins with "Asynchronous(...)", followed by a way out.
+    """
     trainer = run.trainer
     if trainer.gradient_clip_val:
         yield f"clips no gradients: gradient_clip_val={trainer.gradient_clip_val}. Leave it out"
@@ -456,7 +462,14 @@ def _needs_all(run: Run) -> Iterator[str]:
 
 
 def _no_plain_steps(run: Run, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """Reasons, as parts of an error, why a run has no plain step of SGD in each batch."""
+    """Yield reasons why a run has no plain step of SGD in each batch.
+
+    They have the form of those of `_needs_all`.
+
+    Args:
+        run: the run.
+        optimizers: the user's optimizers.
+    """
     yield from steps_otherwise(run.trainer, "steps once a batch")
     if len(optimizers) != 1:
         yield f"has one optimizer, and configure_optimizers returns {len(optimizers)}. Return one"

@@ -340,7 +340,11 @@ def refuse_streaming(run: Run) -> None:
 
 
 def _unknown_batches(run: Run) -> Iterator[str]:
-    """Reasons, as parts of an error, why later batches or their steps are not known beforehand."""
+    """Yield reasons why later batches, or their steps, are not known beforehand.
+
+    Each is the part of the error of :func:`refuse_streaming` behind "early, and"; none: they are
+    known.
+    """
     module = run.trainer.lightning_module
     if not module.automatic_optimization:
         yield (
@@ -364,7 +368,10 @@ def _unknown_batches(run: Run) -> Iterator[str]:
 
 
 def _waits_for_each_send(run: Run) -> Iterator[str]:
-    """Reasons, as parts of an error, why a rank cannot send before the next one receives."""
+    """Yield the reason, if there is one, why a rank cannot send before the next one receives.
+
+    It is a part of an error, as those of `_unknown_batches`.
+    """
     blocks = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
     if blocks and run.world.mesh.backend == "nccl":
         yield (
@@ -374,7 +381,9 @@ def _waits_for_each_send(run: Run) -> Iterator[str]:
 
 
 def _unknown_weights(run: Run, schedule: LookAhead) -> Iterator[str]:
-    """Reasons, as parts of an error, why stages that run ahead lack the right weights or buffers.
+    """Yield reasons why stages that run ahead lack the right weights or buffers.
+
+    They are parts of an error, as those of `_unknown_batches`.
 
     Args:
         run: the run.

@@ -52,7 +52,7 @@ class LostReplicas(Part):
             tell_to_end(self._trainer)
 
     def last_batch_is_over(self) -> None:
-        """Have a lost rank end the run from now on."""
+        """Note that training is over: if a rank is lost from now on, the run ends."""
         self._survivors.end()
 
     def close(self) -> None:
@@ -61,6 +61,8 @@ class LostReplicas(Part):
 
 def survives_losses(run: Run, *, scripted: bool) -> bool:
     """Whether the other replicas are to go on in this run when one is lost.
+
+    ``False``: the user has not asked for it, or the run does not train.
 
     Args:
         run: the run, which is about to begin.
@@ -71,13 +73,17 @@ def survives_losses(run: Run, *, scripted: bool) -> bool:
     """
     if not run.config.goes_on or not run.fitting:
         return False
-    for reason in _loses_a_replica(run, scripted):
+    for reason in _why_not_without_a_replica(run, scripted):
         raise PlanError(f"on_loss='continue' {reason}; or use on_loss='end'.")
     return True
 
 
-def _loses_a_replica(run: Run, scripted: bool) -> Iterator[str]:
-    """Reasons, as parts of an error, why this run cannot go on without a lost replica.
+def _why_not_without_a_replica(run: Run, scripted: bool) -> Iterator[str]:
+    """Yield reasons why this run cannot go on without a lost replica; none if it can.
+
+    Each is the end of a sentence that begins with "on_loss='continue'", such as "needs another
+    replica to go on with, ...", possibly followed by a way out. The caller adds "; or use
+    on_loss='end'.".
 
     Args:
         run: the run.

@@ -152,7 +152,11 @@ def _flat(plan: Plan) -> dict[str, str | int | float]:
 
 
 def first_size(batch: Any) -> int | None:
-    """The first size of the first tensor in a batch, its number of samples; ``None``: no tensor."""
+    """Return the first size of the first tensor in a batch, which is its number of samples.
+
+    Tensors without dimensions are passed over. ``None``: there is no other tensor in it; only
+    mappings and sequences are searched.
+    """
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
     if isinstance(batch, Mapping):

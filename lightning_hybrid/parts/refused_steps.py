@@ -8,11 +8,13 @@ from lightning_hybrid.stage import state_buffers
 
 
 def steps_otherwise(trainer: Trainer, once: str) -> Iterator[str]:
-    """Yield reasons, as parts of an error, why optimizers would not step once in each batch.
+    """Yield reasons why the optimizers of a run would not step once in each batch.
+
+    Each is the end of a sentence that begins with an option of the strategy, followed by a way out.
 
     Args:
         trainer: the Trainer.
-        once: what a part does once in each batch, as the beginning of the reason.
+        once: what a part does once in each batch, with which each reason begins.
     """
     if not trainer.lightning_module.automatic_optimization:
         yield f"{once}. Use automatic_optimization=True"
@@ -25,7 +27,10 @@ def steps_otherwise(trainer: Trainer, once: str) -> Iterator[str]:
 
 
 def exchanges_more(run: Run) -> Iterator[str]:
-    """Yield reasons, as parts of an error, why replicas would exchange more than gradients."""
+    """Yield reasons why replicas of a run would exchange more than gradients.
+
+    They have the form of those of :func:`steps_otherwise`.
+    """
     if scalers_of(run.precision):
         yield "has no scale of the loss (precision='16-mixed'). Use 'bf16-mixed'"
     if run.synchronised:

@@ -50,6 +50,8 @@ class ReplicaTimes:
     def note(self, seconds: Sequence[float]) -> None:
         """Keep what all replicas have measured for a batch, for :meth:`speeds`.
 
+        The first `FIRST` batches are dropped, and each that some replica has not timed.
+
         Args:
             seconds: for each of the R replicas, the seconds for one sample; 0: not known.
         """

@@ -96,7 +96,7 @@ class Maker:
         self.give_memory(tensor, self.numbers([tensor])[0])
 
     def pickled(self, tensor: Tensor) -> Any:
-        """What ``__reduce_ex__`` returns for a deferred tensor of this maker, which is pickled.
+        """Return what ``__reduce_ex__`` is to return for a deferred tensor of this maker.
 
         ``None``: it is pickled as an ordinary tensor with its numbers.
         """
@@ -107,10 +107,18 @@ class GradientsElsewhere(Protocol):
     """Knows the gradients of deferred parameters, which are on the ranks that train them."""
 
     def has_deferred(self, name: str) -> bool:
-        """Whether the parameter of this name has a gradient on its owner."""
+        """Whether a deferred parameter has a gradient on its owner.
+
+        Args:
+            name: name of the parameter in the LightningModule.
+        """
 
     def clear_deferred(self, name: str) -> None:
-        """Set the gradient of the parameter of this name to None on its owner."""
+        """Set the gradient of a deferred parameter to None on its owner.
+
+        Args:
+            name: name of the parameter in the LightningModule.
+        """
 
 
 class _Deferred(Intercepted):
@@ -248,7 +256,12 @@ def materialize(tensors: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
-    """Inside, a deferred tensor is an ordinary one in the memory of ``value``; then as before."""
+    """Inside, a deferred tensor is an ordinary one in the memory of ``value``; then as before.
+
+    Args:
+        tensor: the deferred tensor; it stays the same object.
+        value: an ordinary tensor of its size and type.
+    """
     before = show(tensor, value)
     try:
         yield
@@ -257,7 +270,11 @@ def materialized_with(tensor: Any, value: Tensor) -> Iterator[None]:
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor, detached; those of a deferred one in new memory."""
+    """Return the numbers of a tensor, detached: of a deferred one in new memory, else in its own.
+
+    Raises:
+        DeferredError: another rank owns the tensor.
+    """
     return tensor.numbers() if isinstance(tensor, _Deferred) else tensor.detach()
 
 
@@ -299,7 +316,11 @@ def is_lent(tensor: Any) -> bool:
 
 
 def take_back(tensor: Any) -> None:
-    """Undo :func:`lend` for a tensor that is lent: this rank makes its numbers again."""
+    """Undo :func:`lend`: the tensor is what it was before, and this rank can make its numbers.
+
+    Args:
+        tensor: a tensor that is lent (:func:`is_lent`).
+    """
     restore(tensor, tensor._lent)
 
 
@@ -317,7 +338,12 @@ def elsewhere(tensor: Tensor, name: str, where: str) -> Tensor:
 
 
 def empty_like_on(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A new uninitialised tensor with the size, strides and type of another one."""
+    """Make an uninitialised tensor with the size, strides and type of another one.
+
+    Args:
+        tensor: the other tensor.
+        device: the device of the new one.
+    """
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
@@ -342,6 +368,10 @@ def exchange_memory(tensor: Any, other: Tensor) -> FormerMemory:
     """Swap the memory of a tensor with that of another one; it keeps its identity and class.
 
     It loses the attributes by which it is a deferred tensor.
+
+    Args:
+        tensor: the tensor.
+        other: the other one, which gets the tensor's memory; it must not be used any more.
 
     Returns:
         What :func:`restore` needs to undo it.
@@ -392,7 +422,11 @@ def _elsewhere(tensor: Any) -> DeferredError:
 def show(tensor: Any, value: Tensor) -> FormerMemory:
     """Turn a tensor, deferred or not, into an ordinary one in the memory of ``value``.
 
-    It stays the same object.
+    It stays the same object. It counts as of one rank (:func:`is_of_one_rank`).
+
+    Args:
+        tensor: the tensor.
+        value: an ordinary tensor of its size and type.
 
     Returns:
         What :func:`restore` needs to undo it.
@@ -406,7 +440,12 @@ def show(tensor: Any, value: Tensor) -> FormerMemory:
 
 
 def restore(tensor: Any, before: FormerMemory) -> None:
-    """Undo :func:`exchange_memory`, and :func:`show` or :func:`defer` that have followed it."""
+    """Undo :func:`exchange_memory`, and :func:`show` or :func:`defer` that have followed it.
+
+    Args:
+        tensor: the tensor.
+        before: what :func:`exchange_memory` or :func:`show` has returned for it.
+    """
     with as_they_are():
         swap_memory(tensor, before.memory)
         tensor.__class__ = before.kind

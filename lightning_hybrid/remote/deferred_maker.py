@@ -56,7 +56,10 @@ from lightning_hybrid.remote.unread import is_unread
 
 
 def _was_loaded(tensor: Any) -> bool:
-    """Whether the checkpoint that is being loaded has written to a deferred tensor."""
+    """Whether the checkpoint that is being loaded has written to a tensor.
+
+    ``False`` for a tensor that is not deferred, or that another rank owns.
+    """
     deferral: DeferredMaker | None = getattr(tensor, "_maker", None)
     if deferral is None:
         return False
@@ -93,6 +96,12 @@ class DeferredMaker(Maker):
 
     Args:
         device: the device on which a run on one device would make the numbers.
+
+    Attributes:
+        tape: has what was recorded, and makes numbers of it.
+        device: see above.
+        active: whether a module is being built or loaded.
+        lock: held while an operation is recorded or numbers are made, which threads do in turn.
     """
 
     on_one_rank = True
@@ -116,6 +125,9 @@ class DeferredMaker(Maker):
         """Inside, new tensors have no memory; afterwards those of ``module`` are deferred.
 
         Tensors that the module had before stay as they are.
+
+        Args:
+            module: the LightningModule, to which the user's hooks add modules inside.
         """
         before = {id(tensor) for _, tensor in _state(module)}
         with self._noting(), _started_threads(self._recorded):
@@ -175,6 +187,8 @@ class DeferredMaker(Maker):
 
     def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
         """Let tensors of a module that other ranks own be written to on this rank.
+
+        Until :meth:`loading` has ended they are deferred tensors of this maker.
 
         Returns:
             Each of these tensors, its name, and the words for where its numbers are.
@@ -250,9 +264,9 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in attributes of modules that are no parameters or buffers, with their names.
+    """Yield the tensors in attributes of modules that are no parameters or buffers.
 
-    Tensors in lists and dictionaries are found too.
+    Each comes with its dotted name. Tensors in lists and dictionaries are found too.
     """
     for name, part in module.named_modules():
         for key, value in vars(part).items():
@@ -544,7 +558,7 @@ def _started_threads(
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of an operation that it writes to."""
+    """Return the tensors among the arguments of an operation that it writes to."""
     given = dict(zip((argument.name for argument in schema(func).arguments), args)) | kwargs
     found: list[Tensor] = []
     for argument in schema(func).arguments:

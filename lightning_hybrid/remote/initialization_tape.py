@@ -82,7 +82,7 @@ class RealTensor:
         return cls(tensor, None if tensor.is_inference() else version(tensor))
 
     def value(self) -> Tensor:
-        """The numbers of the tensor at the recording.
+        """Return the numbers that the tensor had at the recording.
 
         Raises:
             DeferredError: the tensor was changed in place since.
@@ -164,7 +164,7 @@ class Tape:
     # ------------------------------------------------------------------ recording
 
     def view(self, tensor: Tensor) -> View:
-        """The place of a tensor on the meta device. From then on the tape knows its storage."""
+        """Return the place of a tensor on the meta device. The tape then knows its storage."""
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         self._storages.setdefault(key, storage)
@@ -176,7 +176,7 @@ class Tape:
         return tensor.is_meta and storage_key(tensor.untyped_storage()) in self._storages
 
     def bytes_behind(self, view: View) -> int:
-        """The size in bytes of the storage that a view lies in."""
+        """Return the size in bytes of the storage that a view lies in."""
         return self._storages[view.key].nbytes()
 
     def is_marked(self, tensor: Tensor) -> bool:
@@ -197,13 +197,23 @@ class Tape:
         )
 
     def lift(self, tensor: Tensor) -> Tensor:
-        """Make a new tensor without memory, and record that it has the numbers of a real one."""
+        """Make a new tensor without memory, and record that it has the numbers of another one.
+
+        Args:
+            tensor: the other one: a real tensor, which is copied if it is small, or a deferred one.
+        """
         twin = self.made(tensor)
         self.put(twin, tensor)
         return twin
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Record that a tensor without memory has the numbers of another tensor, ``value``."""
+        """Record that a tensor gets the numbers of another one.
+
+        Args:
+            tensor: a tensor without memory.
+            value: the tensor with the numbers: a real one, which is copied if it is small, or a
+                deferred one.
+        """
         view, nothing = self.view(tensor), frozenset[int]()
         self._add(
             RecordedOperation(RealTensor.of(value), (), {}, (view,), nothing, frozenset({view.key}))
@@ -393,7 +403,7 @@ def _write(place: Tensor, value: Tensor) -> None:
 
 
 def _keys(value: Any) -> set[int]:
-    """The keys of the storages of the views in nested arguments."""
+    """Return the keys of the storages of the views in nested arguments."""
     found = set[int]()
     rebuild(value, lambda leaf: found.add(leaf.key) if isinstance(leaf, View) else None)
     return found
@@ -401,7 +411,12 @@ def _keys(value: Any) -> set[int]:
 
 @contextlib.contextmanager
 def _generator_at(generator: torch.Generator | None, state: Tensor | None) -> Iterator[None]:
-    """Inside, a generator starts from a state; afterwards it is as it was before."""
+    """Inside, a generator starts from a state; afterwards it is as it was before.
+
+    Args:
+        generator: the generator; ``None``: nothing is done.
+        state: the state; ``None``: nothing is done.
+    """
     if generator is None or state is None:
         yield
         return

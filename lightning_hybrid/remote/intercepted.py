@@ -51,7 +51,7 @@ class Intercepted:
         raise NotImplementedError
 
     def numbers(self) -> Tensor:
-        """The values of the tensor, detached; possibly in its own memory."""
+        """Return the values of the tensor, detached; possibly in its own memory."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -64,18 +64,25 @@ class Intercepted:
 
 
 def ordinary(like: Any, value: Tensor) -> Tensor:
-    """``value`` as an ordinary parameter if ``like`` is a parameter, else as it is."""
+    """Return ``value`` as an ordinary parameter if ``like`` is a parameter, else as it is."""
     with as_they_are():
         return nn.Parameter(value, like.requires_grad) if isinstance(like, nn.Parameter) else value
 
 
 def intercepted_in(values: Any, kind: type) -> Iterator[Any]:
-    """The tensors of a class in nested arguments of an operation."""
+    """Iterate over the tensors of a class in the nested arguments of an operation.
+
+    Args:
+        values: the arguments.
+        kind: the class.
+    """
     return (tensor for _, tensor in tensors_in(values) if isinstance(tensor, kind))
 
 
 def getters(*names: str) -> set[Any]:
-    """The functions by which torch reads properties of tensors, for ``__torch_function__``.
+    """Return the functions by which torch reads properties of tensors.
+
+    ``__torch_function__`` gets these when code reads such a property.
 
     Args:
         names: names of the properties, such as "shape".

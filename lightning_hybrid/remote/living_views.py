@@ -60,7 +60,12 @@ def living_views(tensors: Iterable[Tensor]) -> list[ViewInMemory]:
 
 
 def _shown(view: Tensor, owners: Sequence[Tensor]) -> list[Tensor]:
-    """Of some tensors, the first one in whose memory a view lies; else all that it overlaps."""
+    """Of some tensors, return the first in whose memory a view lies; else all that it overlaps.
+
+    Args:
+        view: the view.
+        owners: the tensors, in the same storage as the view.
+    """
     whole = [owner for owner in owners if _lies_in(view, owner)]
     return whole[:1] or [owner for owner in owners if _overlap(view, owner)]
 
@@ -150,7 +155,10 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The part of its storage that a tensor spans: first byte, and the byte behind the last."""
+    """Return the part of its storage that a tensor spans, in bytes.
+
+    It is a pair: the place of the first byte, and that of the byte behind the last.
+    """
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()

@@ -20,9 +20,9 @@ _HELD_IN_MEMORY = ("/dev/", "/memfd:", "/SYSV")
 
 
 def mappings() -> Iterator[tuple[int, int, str]]:
-    """The mapped files of this process: first address, address behind the last one, path.
+    """Yield the mapped files of this process: first address, address behind the last one, path.
 
-    Other systems than Linux give no files.
+    On other systems than Linux there are none.
     """
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

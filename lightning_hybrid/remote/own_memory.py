@@ -29,7 +29,12 @@ def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
 
 
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """Make an uninitialised tensor of the size, type and strides of one on the meta device."""
+    """Make an uninitialised tensor of the size, type and strides of another one.
+
+    Args:
+        tensor: the other one, which may be on the meta device.
+        device: the device of the new one; on CPUs its memory is that of :func:`memory_for`.
+    """
     storage = memory_for(tensor.untyped_storage().nbytes(), device)
     made = torch.empty(0, dtype=tensor.dtype, device=device)
     return made.set_(storage, 0, tensor.shape, tensor.stride())

@@ -182,7 +182,7 @@ class Proxies:
         return known
 
     def names(self, *kinds: RemoteKind) -> set[str]:
-        """Names of the parameters and buffers that other ranks own.
+        """Return the names of the parameters and buffers that other ranks own.
 
         Args:
             kinds: the kinds that are named; none: parameters and buffers.
@@ -190,7 +190,7 @@ class Proxies:
         return {name for kind in kinds or _IN_MODULES for name in self._tensors[kind]}
 
     def _owned(self) -> list[Remote]:
-        """All parameters and buffers that other ranks own."""
+        """Return all parameters and buffers that other ranks own."""
         return [remote for kind in _IN_MODULES for remote in self._tensors[kind].values()]
 
     def unreadable(self) -> AbstractContextManager[None]:
@@ -240,7 +240,10 @@ class Proxies:
             self._lone = _left(self._lone, in_graph=True)
 
     def begin_step(self) -> None:
-        """Begin a training step: forget which proxies were in the last step's autograd graph."""
+        """Begin a training step: forget which proxies have entered autograd's graph so far.
+
+        No backward through what was computed before may follow.
+        """
         if self.in_graph:
             self.gradients.in_graph.clear()
         self.in_graph = False
@@ -529,7 +532,7 @@ class Proxies:
         return sum(value.nbytes for value in values if is_vacant(value))
 
     def state(self, kind: RemoteKind) -> object:
-        """A value to compare with a later one: equal if no tensor of a kind was changed meanwhile.
+        """Return a value to compare with a later one: equal if no tensor of a kind has changed.
 
         Changes by the owners count, and changes by this rank that were sent.
         """
@@ -551,7 +554,7 @@ class Proxies:
             self.enter_graph(self._tensors[RemoteKind.PARAMETER][name])
 
     def gradient(self, remote: Remote) -> Tensor | None:
-        """What ``parameter.grad`` gives: a proxy, an assigned tensor, or None for no gradient.
+        """Return what ``parameter.grad`` is: a proxy, an assigned tensor, or None for no gradient.
 
         It asks the owners if it is not known here whether there is a gradient.
         """
@@ -560,7 +563,12 @@ class Proxies:
         return self.gradients.proxy(remote)
 
     def assign_gradient(self, remote: Remote, value: Tensor | None) -> None:
-        """Carry out ``parameter.grad = value``."""
+        """Carry out ``parameter.grad = value``; the owner gets it before the next command.
+
+        Args:
+            remote: the parameter.
+            value: the gradient; ``None``: it is cleared.
+        """
         if self.gradients.has(remote, value):
             return  # (as in `parameter.grad *= 2`, which has written to the proxy already)
         self.release_gradients([remote.name])

@@ -33,7 +33,12 @@ class RemoteStore(Protocol):
     """Reads and sets tensors on the ranks that own them, by their names in the LightningModule."""
 
     def give(self, kind: RemoteKind, names: list[str]) -> Mapping[str, Tensor]:
-        """Fetch the present values of tensors of a kind. Returns them by name."""
+        """Fetch the present values of tensors, and return them by name.
+
+        Args:
+            kind: the kind of the tensors.
+            names: their names, for gradients those of the parameters.
+        """
 
     def bring(self, kind: RemoteKind, memory: Mapping[str, Tensor]) -> Collection[str]:
         """Write the present values of parameters or gradients into memory on this device.
@@ -59,7 +64,7 @@ class RemoteStore(Protocol):
         """Set the gradients of parameters to None at their owners."""
 
     def gradient_names(self) -> set[str]:
-        """Ask the owners which parameters have a gradient; give the names of these."""
+        """Ask the owners which parameters have a gradient; return the names of these."""
 
 
 class UsesOfProxies(Protocol):
@@ -72,10 +77,10 @@ class UsesOfProxies(Protocol):
     device: torch.device
 
     def read(self, remote: "Remote") -> None:
-        """Fetch a tensor from its owner if its values here are stale."""
+        """Fetch a tensor from its owner if its values here are stale; they are read next."""
 
     def touch(self, remote: "Remote") -> None:
-        """Note that a tensor was written to here."""
+        """Note that code has written to a tensor here; its owner does not have the values yet."""
 
     def enter_graph(self, remote: "Remote") -> None:
         """Note that autograd has recorded a use of a parameter."""
@@ -84,10 +89,15 @@ class UsesOfProxies(Protocol):
         """Note that an operation is over, so that the values that it has read may be freed."""
 
     def gradient(self, remote: "Remote") -> Tensor | None:
-        """What ``parameter.grad`` gives for a parameter that another rank owns."""
+        """Return what ``parameter.grad`` is for another rank's parameter; ``None``: no gradient."""
 
     def assign_gradient(self, remote: "Remote", value: Tensor | None) -> None:
-        """Carry out ``parameter.grad = value`` for a parameter that another rank owns."""
+        """Carry out ``parameter.grad = value`` for a parameter of another rank.
+
+        Args:
+            remote: the parameter.
+            value: the gradient; ``None``: it is cleared.
+        """
 
 
 class Remote:
@@ -118,9 +128,10 @@ class Remote:
         self.written = False
 
     def show(self, make: Callable[[], Tensor]) -> Tensor:
-        """The proxy of this gradient that code here refers to.
+        """Return the proxy of this gradient that code here refers to already, or else a new one.
 
-        If there is none any more, ``make`` is called to make one.
+        Args:
+            make: makes a proxy; called if there is none, or none any more.
         """
         proxy = self.shown
         if proxy is None:
@@ -134,7 +145,7 @@ class Remote:
         return self._shown() if self._shown is not None else None
 
     def keep(self) -> None:
-        """Cut the link to the owner, which drops the tensor: proxies keep the values they have."""
+        """Cut the link to the owner, which drops the tensor then: proxies keep their values."""
         self.table = _Kept(self.value.device)
 
     @property
@@ -167,7 +178,11 @@ class _Kept:
 
 
 class _Proxy(Intercepted):
-    """Base of the two classes of proxies."""
+    """Base of the two classes of proxies.
+
+    Attributes:
+        _source: the tensor of another rank whose values the proxy shows.
+    """
 
     _source: Remote
 
@@ -235,7 +250,12 @@ def make_proxy(tensor: Any, source: Remote) -> Tensor:
 
 
 def make_proxy_again(tensor: Any, source: Remote) -> None:
-    """Turn a tensor that :func:`make_proxy` was called for before into a proxy again."""
+    """Turn a tensor that was made a proxy before, and is ordinary now, into a proxy again.
+
+    Args:
+        tensor: the tensor, for which :func:`make_proxy` was called.
+        source: the tensor of another rank whose values the proxy shows.
+    """
     # (looked up for every weight in every call: `isinstance` asks the metaclass of parameters)
     plain = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)
     tensor.__class__ = RemoteParameter if plain else RemoteTensor
@@ -243,12 +263,18 @@ def make_proxy_again(tensor: Any, source: Remote) -> None:
 
 
 def all_proxies() -> list[Tensor]:
-    """All tensors that were made proxies and still exist; some are possibly ordinary again."""
+    """Return all tensors that were made proxies and still exist.
+
+    Some of them are possibly ordinary tensors again.
+    """
     return list(_made.values())
 
 
 def make_plain(tensor: Any) -> None:
-    """Turn a proxy into an ordinary tensor, with the values that are here; others stay as are."""
+    """Turn a proxy into an ordinary tensor, with the values that it has here.
+
+    Other tensors stay as they are. It stays the same object.
+    """
     # (of every weight in every call of a network: no table of classes is made for each)
     kind = type(tensor)
     if kind is RemoteParameter:
@@ -262,9 +288,9 @@ def make_plain(tensor: Any) -> None:
 
 
 def read_now(tensor: Tensor) -> Tensor:
-    """The present values of a proxy as an ordinary tensor; other tensors are returned as they are.
+    """Return the present values of a proxy as an ordinary tensor, detached.
 
-    A proxy that requires a gradient is returned as it is, too.
+    Tensors that are no proxies, and proxies that require a gradient, are returned as they are.
     """
     if not isinstance(tensor, _Proxy) or tensor.requires_grad:
         return tensor
@@ -272,14 +298,17 @@ def read_now(tensor: Tensor) -> Tensor:
 
 
 def source_of(tensor: Any) -> Remote | None:
-    """The tensor of another rank whose values a proxy shows; ``None``: the tensor is no proxy."""
+    """Return the tensor of another rank whose values a proxy shows.
+
+    ``None``: the tensor is no proxy.
+    """
     return tensor._source if isinstance(tensor, _Proxy) else None
 
 
 def writes_to(tensor: Tensor) -> int:
-    """A number to compare before and after code ran here: another one, if it wrote to the tensor.
+    """Return a number by which to see whether code on this rank has written to a tensor.
 
-    (A fetch of a proxy's values does not count as a write.)
+    It is another one after a write than before. (A fetch of a proxy's values is no write.)
     """
     source = source_of(tensor)
     with as_they_are():
@@ -316,7 +345,11 @@ def _same_memory(result: Any, proxies: Sequence[Any]) -> Any:
 
 
 def hook_refused(name: str) -> HybridError:
-    """The error for a hook on a parameter whose gradient is on another rank."""
+    """Make the error for a hook that code puts on a parameter whose gradient is on another rank.
+
+    Args:
+        name: name of the parameter.
+    """
     return HybridError(
         f"A hook was put on parameter {name!r} in the middle of a run, but another rank owns it "
         "and its gradient arises there. Put hooks on parameters before the first batch (in "

@@ -73,7 +73,7 @@ class RemoteGradients:
         return not self.in_graph and self._present is not None
 
     def ask_present(self) -> set[str]:
-        """Names of the remote parameters that have a gradient on their owner.
+        """Return the names of the remote parameters that have a gradient on their owner.
 
         Asks the owners unless it is known (:attr:`known` never asks). Each new name also gets a
         `Remote` with zeroed memory on this rank, into which a later read fetches the gradient.
@@ -108,9 +108,10 @@ class RemoteGradients:
             self._names().discard(name)
 
     def proxy(self, remote: Remote) -> Tensor | None:
-        """What ``parameter.grad`` gives: an assigned tensor, a proxy of the owner's gradient, None.
+        """Return what ``parameter.grad`` is: an assigned tensor, a proxy, or None for no gradient.
 
-        Asks the owners unless it is known which parameters have a gradient.
+        A proxy is one of the owner's gradient. The owners are asked unless it is known which
+        parameters have a gradient.
         """
         if remote.name in self.assigned:
             return self.assigned[remote.name]
@@ -159,7 +160,11 @@ class RemoteGradients:
         return bool(found)
 
     def send_assigned(self) -> Collection[str]:
-        """Send the owners the assigned gradients. Returns the names of the parameters."""
+        """Send the owners the gradients that code has assigned or cleared since the last call.
+
+        Returns:
+            The names of the parameters.
+        """
         assigned, self.assigned = self.assigned, {}
         cleared = [name for name, value in assigned.items() if value is None]
         if cleared:
@@ -214,7 +219,10 @@ class RemoteGradients:
         return [found for found in held if found.shown is not None]
 
     def release(self, name: str) -> None:
-        """Drop the gradient of a parameter; a proxy that code still has keeps its values."""
+        """Drop the gradient of a parameter here; a proxy that code still has keeps its values.
+
+        Nothing is sent to the owner.
+        """
         self._parts.discard(name)
         found = self._held.pop(name, None)
         if found is not None:

@@ -85,10 +85,11 @@ class Unread(Maker):
         self._shown.append(ref(tensor))
 
     def pickled(self, tensor: Tensor) -> Any:
-        """What ``__reduce_ex__`` returns for a tensor inside of :func:`streaming`.
+        """Return what ``__reduce_ex__`` is to return for a tensor that is pickled.
 
-        It has the pickler read the tensor only when it writes the tensor's numbers. ``None``
-        outside, and for parameters: they are pickled as ordinary tensors with their numbers.
+        Inside of :func:`streaming` it has the pickler read the tensor only when it writes the
+        tensor's numbers. ``None`` outside, and for parameters: they are pickled as ordinary tensors
+        with their numbers.
         """
         if not _streams.get() or isinstance(tensor, nn.Parameter):
             return None
@@ -96,7 +97,12 @@ class Unread(Maker):
 
 
 def _laid_out(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Make a tensor in ``memory`` that has the size, strides, offset and type of ``tensor``."""
+    """Make a tensor in ``memory`` that has the size, strides, offset and type of ``tensor``.
+
+    Args:
+        tensor: an unread tensor.
+        memory: what was read for it: all bytes of its storage.
+    """
     with as_they_are():
         size = tensor.shape
         stride = tensor.stride()
@@ -143,7 +149,10 @@ def unread(
 
 
 def unread_place_of(tensor: Any) -> Any:
-    """The ``place`` given to :func:`unread`; ``None``: the tensor is not unread, or only a view."""
+    """Return the ``place`` that :func:`unread` was given for a tensor.
+
+    ``None``: the tensor is not unread, is only a view of one that is, or has no place.
+    """
     if not is_unread(tensor):
         return None
     place, *form = tensor._maker.whole or (None,)
@@ -174,7 +183,10 @@ def leave_unread(tensor: Any, name: str, value: Any) -> FormerMemory:
 
 @contextmanager
 def left_unread(tensor: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a tensor has no memory and reads ``value`` when used; afterwards it is as before."""
+    """Inside, a tensor has no memory and reads ``value`` when used; afterwards it is as before.
+
+    For the arguments see :func:`leave_unread`.
+    """
     before = leave_unread(tensor, name, value)
     try:
         yield

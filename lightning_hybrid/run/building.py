@@ -120,11 +120,18 @@ class BetweenRuns:
         """Do nothing: between runs no replica is ahead of the others."""
 
     def loading(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which weights are loaded into a module, on all ranks."""
+        """Return a context in which weights are loaded into a module; see :meth:`Building.loading`.
+
+        Args:
+            module: the LightningModule, or a model of Fabric.
+        """
         return self._building.loading(module)
 
     def state_dict(self, module: nn.Module, *, here: bool) -> dict[str, Any]:
         """Return the state dict of the whole module, or an empty one.
+
+        Unlike :meth:`full_state_dict`, it makes no weights that have no numbers here yet, unless
+        the network is made in ``configure_model``; then both do the same.
 
         Args:
             module: the LightningModule, or a model of Fabric.
@@ -137,7 +144,9 @@ class BetweenRuns:
     def full_state_dict(
         self, module: nn.Module, *, here: bool, frozen: bool = True
     ) -> dict[str, Any]:
-        """Return the state dict of the whole module with the weights that other ranks own.
+        """Return the state dict of the whole module, with the numbers of all weights.
+
+        Those that have no memory here yet are made for it, and the module stays as it is.
 
         Args:
             module: the LightningModule.
@@ -229,7 +238,12 @@ def move_module(module: nn.Module, device: torch.device, *, all_of_it: bool) -> 
 
 
 def leave_on_cpu(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Move a module to the CPU after a run, and the states of its optimizers with it."""
+    """Move a module, and the states of its optimizers, to the CPU after a run.
+
+    Args:
+        module: the module.
+        optimizers: its optimizers.
+    """
     module.cpu()
     for optimizer in optimizers:
         states: dict[nn.Parameter, dict[str, Any]] = optimizer.state  # type: ignore[assignment]

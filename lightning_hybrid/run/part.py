@@ -101,7 +101,11 @@ class Part:
         return nullcontext()
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss from which the backward is to run, such as a scaled one."""
+        """Return the loss from which the backward is to run, such as a scaled one.
+
+        Args:
+            loss: the loss, as the parts before this one have returned it.
+        """
         return loss
 
     def backward_is_over(self) -> None:

@@ -52,7 +52,7 @@ class LauncherRanks:
         return cls(environment.global_rank(), local, node)
 
     def neighbours(self, hosts: int, per_host: int) -> list[int]:
-        """The global ranks of all processes of this host, in the order of their local ranks.
+        """Return the global ranks of all processes of this host, in the order of their local ranks.
 
         Args:
             hosts: number of hosts.

@@ -255,7 +255,7 @@ def refuse_composed(module: nn.Module) -> None:
 
 
 def progress_beside(trainer: Trainer) -> StartProgress:
-    """Make what shows the work before the first step, by lines on global rank 0.
+    """Make the object that shows the work before the first step, by lines on global rank 0.
 
     If the Trainer has no progress bar, nothing is shown.
     """

@@ -1,7 +1,7 @@
 """A run on the driver of a replica, from ``strategy.setup`` to its end.
 
 Sessions are created complete, so that nothing in them is ever missing. Before the first run and
-after each there is :class:`BetweenRuns`.
+after each there is :class:`~lightning_hybrid.run.building.BetweenRuns`.
 """
 
 import os
@@ -47,12 +47,15 @@ T = TypeVar("T")
 
 
 class DriverSession:
-    """A run on the driver of a replica. The weights are shared, and the module is on its device.
+    """A run on the driver of a replica: what the strategy does when Lightning calls its hooks.
+
+    It is made when all replicas have the weights of replica 0, and the module is on its device.
+    From then on calls of networks are intercepted, and the workers obey this driver.
 
     Args:
-        run: what it is made from.
+        run: the data of the run.
         planner: makes the plan of a network that was found.
-        parts: of the run, in the order in which their hooks are called. One that is a
+        parts: the parts of the run, in the order in which their hooks are called. One that is a
             :class:`Batches` too gives the driver later batches.
     """
 
@@ -104,10 +107,15 @@ class DriverSession:
             part.begin(self._driver)
 
     def _drive(self, before: Driver | None = None) -> tuple[Driver, Discovery]:
-        """Make a driver of stages, and what finds the networks that are cut into them.
+        """Make the driver, and the object that finds networks and has them cut into stages.
 
         Args:
-            before: the driver until now, if stages get other cuts.
+            before: the driver until now, if networks are cut anew; ``None``: it is the first of the
+                run.
+
+        Raises:
+            NetworkNotFoundError: the LightningModule has no module of a name that the user has
+                given. The workers are told.
         """
         run, mesh = self._run, self._run.world.mesh
         driver = Driver(
@@ -127,7 +135,12 @@ class DriverSession:
             raise
 
     def _intercept(self) -> None:
-        """Let Lightning's plugins speak of all stages, where they know of one device."""
+        """Replace functions of torch and Lightning that act on the driver's gradients alone.
+
+        These run a backward, clip gradients, and divide them by the scale of the loss; in this run
+        they do so for all stages. :meth:`_release` puts them back. With one stage nothing is
+        replaced.
+        """
         if self._run.world.coordinates.ranks_per_replica == 1:  # one device knows all of it
             return
         run_backwards_by(self._driver.chosen_gradients)
@@ -150,24 +163,25 @@ class DriverSession:
             replace_unscaling(scaler, None)
 
     def __deepcopy__(self, memo: object) -> "DriverSession":
-        """Copies of a Trainer, and of what it has patched, belong to the same run."""
+        """Return this session: copies of a Trainer, and of what is patched, are in the same run."""
         return self
 
     @property
     def module(self) -> nn.Module:
-        """What is trained."""
+        """The LightningModule, or the module that was given to ``fabric.setup``."""
         return self._run.module
 
     # ------------------------------------------------------------------ a step
 
     def step(self, train: Callable[[], T]) -> T:
-        """A training step.
+        """Run a training step of the user's, and return what it returns.
 
         Args:
-            train: runs the user's step.
+            train: runs the step.
 
         Raises:
-            NetworkNotFoundError: no network was called in it.
+            NetworkNotFoundError: the step has returned a loss, and no network that can be cut was
+                called.
         """
         self.begin_step()
         with ExitStack() as contexts:
@@ -180,33 +194,45 @@ class DriverSession:
         return output
 
     def begin_step(self, *, whole: bool = True) -> None:
-        """What follows, up to a backward and the step of an optimizer, belongs to one batch.
+        """Begin a step: calls of networks from now on belong to the next training batch.
 
         Args:
-            whole: whether nothing before belongs to it; see :meth:`graph_is_over`.
+            whole: whether no autograd graph from before goes on in the step. ``False``: a penalty
+                may have been computed with weights already; see :meth:`graph_is_over`.
         """
         self._driver.begin_step(self._run.framework.batches, whole=whole)
 
     def graph_is_over(self) -> None:
-        """No backward comes of what code has computed with weights of other ranks until now."""
+        """Note that no backward follows of what code has computed with workers' weights so far."""
         self._driver.remote.begin_step()
 
     def require_network(self) -> None:
-        """Complain if a training step has computed its loss without a network that is cut.
+        """Raise an error if no network that can be cut has been called in this run so far.
+
+        Called after the forward of a training step.
 
         Raises:
-            NetworkNotFoundError: there was no such call.
+            NetworkNotFoundError: none was called.
         """
         self._networks.require()
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """A loss whose gradients, averaged over the replicas, are those of the global batch."""
+        """Return the loss from which a backward is to run: scaled if replicas take unequal batches.
+
+        The gradients, averaged over the replicas, are then those of the global batch.
+
+        Args:
+            loss: the loss of this replica's batch.
+        """
         for part in self._parts:
             loss = part.weigh_loss(loss)
         return loss
 
     def backward(self, compute: Callable[[], None]) -> None:
-        """A backward pass, after which the gradients of all replicas are averaged.
+        """Run a backward pass through all stages, then average gradients over the replicas.
+
+        Inside of :meth:`accumulating` they are not averaged. After an average, pending handlers of
+        signals run on all drivers but the first (on none, if a part has replicas agree on an end).
 
         Args:
             compute: runs autograd.
@@ -225,7 +251,7 @@ class DriverSession:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside, gradients stay those of each replica."""
+        """Inside, backwards leave each replica its own gradients, and average none."""
         gradients = self._driver.gradients
         before, gradients.synchronize = gradients.synchronize, False
         try:
@@ -235,11 +261,17 @@ class DriverSession:
 
     @property
     def optimizers(self) -> DrivenOptimizers:
-        """The user's, as they step on all ranks."""
+        """The user's optimizers, which step on all ranks of the replica."""
         return self._driver.optimizers
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step on all ranks.
+        """Have the user's optimizers step on all ranks, in place of those that were given before.
+
+        In an evaluation, optimizers whose states an earlier run has divided over the replicas are
+        left alone.
+
+        Args:
+            optimizers: the optimizers.
 
         Raises:
             HybridError: this run trains, and an earlier one has divided their states.
@@ -249,29 +281,47 @@ class DriverSession:
         self._driver.optimizers.connect(optimizers)
 
     def train_loader(self, loader: Any) -> Any:
-        """A loader as the Trainer is to use it."""
+        """Return the loader that the Trainer is to use in place of one that it has made.
+
+        Parts of the run may replace a loader while the Trainer trains, also one for validation.
+
+        Args:
+            loader: the Trainer's own.
+        """
         for part in self._parts if self._run.trainer.training else ():
             loader = part.train_loader(loader)
         return loader
 
     def move_batch(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """A batch on its device.
+        """Return a batch on the device of this driver; in training, parts of the run may do more.
 
         Args:
-            batch: where it is now.
-            move: brings it there.
+            batch: the batch, on any device.
+            move: returns a batch on the device.
         """
         for part in self._parts if self._run.trainer.training else ():
             move = partial(part.move_batch, move=move)
         return move(batch)
 
     def fence(self) -> None:
-        """Replicas are about to do something together: none is ahead of the others."""
+        """Wait until no replica is ahead of another one, before they do something together.
+
+        Replicas wait if a part of the run lets them be ahead. Outside of a run, or after a failure,
+        nothing happens.
+        """
         for part in self._parts if self._run.world.phase is Phase.RUNNING else ():
             part.fence()
 
     def batch_starts(self, batch: Any) -> None:
-        """A training batch is about to be trained on."""
+        """Begin a training batch; called by `on_train_batch_start` on every driver.
+
+        First run pending handlers of signals (on the first driver only if a part has replicas agree
+        on an end); later signals wait. If a part brings new plans, cut the stages anew (all drivers
+        together). Then tell all parts of the batch.
+
+        Args:
+            batch: the batch, on the device of this driver.
+        """
         if not self._run.is_global_zero or self._agree_to_end:
             run_pending(hold=True)
         for part in self._parts:
@@ -282,13 +332,18 @@ class DriverSession:
 
     @signals_deferred
     def _change_cuts(self, plans: Mapping[str, Plan]) -> None:
-        """Between two steps: cut networks at other places (collective over the drivers).
+        """Between two steps, cut networks at other places (collective over the drivers).
 
-        As at the end of a run, this rank gets the weights, gradients and states of all; as in a
-        second run, the next call of a network hands them out.
+        As at the end of a run, this rank gets the weights, gradients and states of all its workers;
+        as in a second run, the next call of a network hands them out. If code has changed the
+        module so that it cannot be cut anew, all stays as it is. The parts are told which of the
+        two it is.
 
         Args:
-            plans: by name of the network.
+            plans: the new plans, by name of the network.
+
+        Raises:
+            Exception: a stage of some replica has failed before.
         """
         self._driver.check()
         reasons = gather_objects(self._run.world.mesh.drivers, self._networks.changed())
@@ -313,7 +368,11 @@ class DriverSession:
         self._driver.optimizers.connect(before.optimizers.optimizers)
 
     def training_ends(self) -> None:
-        """All batches are trained on."""
+        """End the training, after its last batch; called by `on_train_end` on every driver.
+
+        Wait for all replicas, run pending handlers of signals, drop what was begun of later
+        batches, and tell all parts. Signals are not held from then on.
+        """
         self.fence()
         for part in self._parts:
             part.last_batch_is_over()
@@ -323,7 +382,11 @@ class DriverSession:
             part.training_ends()
 
     def evaluation_starts(self, *, between: bool) -> None:
-        """Hooks may exchange weights and buffers before the first batch (an average of weights).
+        """Prepare for an evaluation, before its hooks and its first batch.
+
+        The hooks may change buffers of single replicas, so the next :meth:`evaluates` gives all
+        replicas those of replica 0. Before a validation, the replicas get equal buffers here
+        already, what was begun of later batches is dropped, and parts of the run pause.
 
         Args:
             between: whether it is a validation, which may come between batches of training.
@@ -336,12 +399,17 @@ class DriverSession:
                 part.pause()
 
     def validation_ends(self) -> None:
-        """Training goes on, if there is any."""
+        """Have the parts of the run resume what :meth:`evaluation_starts` had them pause."""
         for part in self._parts:
             part.resume()
 
     def evaluates(self) -> None:
-        """An evaluation comes to a batch, or to its end: as under `ddp`, replicas agree by then."""
+        """Give all replicas the buffers of replica 0, once in an evaluation, as under `ddp`.
+
+        Called for each of its batches and at its end, on all drivers: the first call does it, later
+        ones do nothing. It also drops what was begun of later batches. With one replica nothing
+        happens.
+        """
         if not self._buffers_agree:
             self._buffers_agree = True
             self._driver.interrupt()
@@ -352,13 +420,18 @@ class DriverSession:
     def state_dict(
         self, module: nn.Module, *, here: bool, unread: bool | None = None
     ) -> dict[str, Any]:
-        """The state dict of the whole module (collective over the drivers).
+        """Return the state dict of the whole module (collective over the drivers).
+
+        After a failure it is made of what is left on this rank, without the other drivers.
 
         Args:
             module: the LightningModule.
-            here: whether this rank is the one that gets it; the others get nothing.
-            unread: whether numbers of workers stay there until they are read; ``None``: as the
-                checkpoints of this run want it.
+            here: whether this rank gets the state dict; else it is empty.
+            unread: whether numbers of workers stay there until they are read; ``None``: only if the
+                run saves sharded checkpoints.
+
+        Raises:
+            Exception: a stage of some replica has failed before.
         """
         # else a callback saves what is left after a failure
         if self._run.world.phase is Phase.RUNNING:
@@ -375,13 +448,13 @@ class DriverSession:
     def full_state_dict(
         self, module: nn.Module, *, here: bool, frozen: bool = True
     ) -> dict[str, Any]:
-        """The state of the module with the weights of all ranks, which call this together.
+        """Return the state dict of the whole module with all numbers (collective over the drivers).
 
         Args:
             module: the LightningModule.
-            here: whether this rank gets the state; else it is empty.
-            frozen: whether parameters that require no gradient are in it; else they stay where
-                they are.
+            here: whether this rank gets the state dict; else it is empty.
+            frozen: whether parameters that require no gradient are in it. ``False``: they are left
+                out, and are not fetched from workers.
         """
         if frozen:
             return self.state_dict(module, here=here, unread=False)
@@ -392,7 +465,16 @@ class DriverSession:
     def optimizer_state(
         self, module: nn.Module, optimizer: Optimizer, *, here: bool
     ) -> dict[str, Any]:
-        """The state dict of one device; for a sharded checkpoint as :meth:`state_dict`."""
+        """Return the state dict of an optimizer, as on one device (collective over the drivers).
+
+        If the run saves sharded checkpoints, tensors of workers stay there until they are read.
+        After a failure it is made of what is left on this rank, without the other drivers.
+
+        Args:
+            module: not used.
+            optimizer: the user's optimizer.
+            here: whether this rank gets the state dict; else it is empty.
+        """
         if self._run.world.phase is Phase.RUNNING:
             self.fence()
             optimizers = self._driver.optimizers
@@ -404,20 +486,28 @@ class DriverSession:
         return self._run.config.checkpoint != "full" and self._run.world.phase is Phase.RUNNING
 
     def save_shards(self, checkpoint: Mapping[str, Any], folder: Path) -> None:
-        """Write a sharded checkpoint.
+        """On replica 0, write a sharded checkpoint: each rank of the replica writes what it owns.
+
+        Where replicas divide states of optimizers, the others call :meth:`help_to_save_shards` at
+        the same time. After a failure this rank writes all that the checkpoint has.
 
         Args:
-            checkpoint: the ordinary one.
-            folder: that all ranks of this replica write to.
+            checkpoint: the ordinary checkpoint, with unread tensors for what workers own.
+            folder: an empty folder that all ranks can write to.
+
+        Raises:
+            OSError: a rank cannot write.
         """
         save = self._driver.save_shards if self._saves_shards else save_alone
         save(checkpoint, folder)
 
     def help_to_save_shards(self, checkpoint: Mapping[str, Any]) -> None:
-        """Where states are divided: write what this replica has of them.
+        """On another replica than 0, have its ranks write the states that they alone have.
+
+        Where replicas do not divide states of optimizers, there are none, and nothing happens.
 
         Args:
-            checkpoint: without the states of any rank.
+            checkpoint: what Lightning has collected on this rank, which has no weights or states.
         """
         if self._saves_shards and self._run.config.shards_states:
             self._driver.save_shards(checkpoint, Path())
@@ -425,20 +515,38 @@ class DriverSession:
     def stage_shards(
         self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
     ) -> Callable[[], None]:
-        """Copy the tensors of a sharded checkpoint, to be written in the background.
+        """Copy the tensors of a sharded checkpoint, each rank its own, to write them later.
 
-        See :meth:`lightning_hybrid.driver.driver.Driver.stage_shards`.
+        Args:
+            checkpoint: the ordinary checkpoint, with unread tensors for what workers own.
+            folder: an empty folder that all ranks can write to.
+            given_up: an event that is set when workers may be gone.
+
+        Returns:
+            A function for any thread, which writes this rank's copy, waits for those of the workers
+            and completes the checkpoint.
         """
         return self._driver.stage_shards(checkpoint, folder, given_up)
 
     def await_shards(self) -> None:
-        """Wait until workers have written what was staged, if they are still there."""
+        """Wait until workers have written what :meth:`stage_shards` has copied.
+
+        If the run has failed, it does not wait.
+        """
         if self._saves_shards:
             self._driver.await_shards()
 
     @contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
-        """Inside, weights are written to the module; then the workers get those of their stages."""
+        """Inside, code loads weights into the module on this rank; then the workers get theirs.
+
+        Before, weights of workers are fetched, for what is not loaded. Inside, all parameters and
+        buffers are ordinary tensors, or deferred ones if the network is made in
+        ``configure_model``.
+
+        Args:
+            module: the LightningModule.
+        """
         self._driver.remote.bring()
         with self._driver.remote.suspended(), self._run.building.loading(module):
             yield
@@ -447,7 +555,13 @@ class DriverSession:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """The Trainer is done: bring the trained weights here, and leave all as it was."""
+        """Bring the trained weights to this rank, and undo what the run has changed.
+
+        Called when the Trainer is done, also after an error: then nothing is brought. Without a
+        change in the run, weights come only if they were made in ``configure_model``. From then on
+        the module has ordinary parameters and optimizers, and torch and Lightning have their own
+        functions back. The workers serve until :meth:`end`.
+        """
         self._networks.close()
         went_well = self._run.framework.went_well
         # an evaluation may be in training mode, adapt batch statistics, or train at test time
@@ -466,15 +580,19 @@ class DriverSession:
         self._release()
 
     def end(self) -> None:
-        """End the run on the workers too."""
+        """End the run on the workers, after :meth:`close`; this rank gets the states of optimizers.
+
+        Raises:
+            Exception: a worker has failed since its last answer.
+        """
         self._driver.end()
         give_back_memory()
 
     def fail(self, failure: Failure, error: BaseException) -> None:
-        """Remember what :meth:`abort` is to tell.
+        """Note that the run has failed, for :meth:`abort`, which tells the workers.
 
         Args:
-            failure: what came first.
+            failure: the first failure of the run, here or on another rank.
             error: what was raised on this rank.
         """
         self._failure = failure
@@ -484,7 +602,12 @@ class DriverSession:
         self._salvages = ours and not is_loss(error)
 
     def abort(self) -> None:
-        """Tell the workers that the run has failed, and save what they have trained."""
+        """End a run that has failed: tell the workers of the failure that :meth:`fail` has noted.
+
+        Before, this rank takes from the workers what they have trained, for a script that catches
+        the error; but not if a rank was lost, after a ``SystemExit``, or in an evaluation. An error
+        in that is ignored.
+        """
         if self._salvages and self._run.fitting:
             self._salvages = False
             with suppress(Exception):  # the first error is what counts

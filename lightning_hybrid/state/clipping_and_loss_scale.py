@@ -49,12 +49,15 @@ def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Parameter]:
-    """All parameters of an optimizer, in the order of its groups."""
+    """Return all parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that this rank has of an optimizer's parameters, in the order of its groups."""
+    """Return the gradients that this rank has of an optimizer's parameters, in their order.
+
+    Parameters without a gradient here are left out.
+    """
     # (each is asked for once: Python makes an object of it each time)
     each = [parameter.grad for parameter in parameters_of(optimizer)]
     return [gradient for gradient in each if gradient is not None]
@@ -88,11 +91,11 @@ def gradient_norms(parameters: Sequence[Parameter], order: float = 2.0) -> Tenso
 
 
 def total_norm(ranks: Sequence[Tensor], driver_only: Tensor, order: float = 2.0) -> Tensor:
-    """The norm of all gradients together, as ``torch.nn.utils.get_total_norm`` computes it.
+    """Compute the norm of all gradients together, as ``torch.nn.utils.get_total_norm`` does.
 
     Args:
-        ranks: for each rank of the replica, what `gradient_norms` returns there. All ranks give
-            it the same parameters, in the order that one device has (sums are rounded in it).
+        ranks: for each rank of the replica, what `gradient_norms` returns there. All ranks give it
+            the same parameters, in the order that one device has (sums are rounded in it).
         driver_only: what `gradient_norms` returns for parameters that the driver alone knows.
         order: the order of the norms.
 

@@ -50,7 +50,7 @@ class OtherReplicas:
         replicas: the number of replicas.
 
     Attributes:
-        replica_of: how states are divided so far.
+        replica_of: for each parameter that is divided so far, the replica that has its state.
         gathering: whether all replicas are bringing their states together, so that a state dict may
             be made.
         over: whether the run has ended.
@@ -82,12 +82,19 @@ class OtherReplicas:
             loads[lightest] += sizes[name]
 
     def have(self, parameter: object) -> bool:
-        """Whether another replica has the state of a parameter."""
+        """Whether another replica than this one has the state of a parameter."""
         name = self._names.get(id(parameter), "")
         return self.replica_of.get(name, self._replica) != self._replica
 
     def refuse(self, parameter: object) -> None:
-        """Raise HybridError if another replica has the state of a parameter."""
+        """Refuse code that asks this rank for the state of a parameter which another replica has.
+
+        Args:
+            parameter: the parameter; of any other, nothing is refused.
+
+        Raises:
+            HybridError: another replica has its state.
+        """
         if self.have(parameter):
             name = self._names[id(parameter)]
             raise HybridError(
@@ -143,6 +150,10 @@ class StateShares:
         group: the group of the ranks that have the same stages, one of each replica.
         names: names of the parameters that all ranks know, by ``id``.
         replica_of: how states are divided; the dictionary may grow.
+
+    Attributes:
+        replica_of: see above.
+        replica: number of the replica of this rank.
     """
 
     def __init__(self, group: Group, names: Mapping[int, str], replica_of: ReplicaOfState) -> None:
@@ -155,9 +166,13 @@ class StateShares:
 
     @contextmanager
     def alone(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, an optimizer sees the gradients of this rank's share alone; make its step there.
+        """Inside, an optimizer finds gradients of this rank's share alone; make its step there.
 
-        It is followed by :meth:`exchange`.
+        Gradients of parameters that other ranks step are hidden, and are back afterwards. Call
+        :meth:`exchange` next, on all ranks.
+
+        Args:
+            optimizer: an optimizer of this rank.
         """
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._stepped = found = [p for p in parameters if p.grad is not None]

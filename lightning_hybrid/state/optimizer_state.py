@@ -73,7 +73,7 @@ class FetchedStates(defaultdict[Any, Any]):
             self._quiet = before
 
     def own(self) -> defaultdict[Any, Any]:
-        """The states that this rank has, as an ordinary mapping."""
+        """Return the states that this rank has, as an ordinary mapping; nothing is fetched."""
         with self.quietly():
             return defaultdict(dict, self)
 

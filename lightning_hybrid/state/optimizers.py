@@ -78,7 +78,14 @@ def _goes_apart(tensor: Tensor) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what a :class:`_Pickler` wrote; large tensors are received when they are needed."""
+    """Reads what a :class:`_Pickler` wrote; large tensors are received when they are needed.
+
+    Args:
+        file: what it reads from.
+        parameters: the parameters of this rank, by name.
+        apart: the tensors apart from the pickle, in the order of their numbers; received while they
+            are iterated over.
+    """
 
     def __init__(
         self, file: io.BytesIO, parameters: Mapping[str, Parameter], apart: Tensors
@@ -108,10 +115,10 @@ class StepsElsewhere(Optimizer):
 
 
 def record_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer that another rank needs, without the states of parameters.
+    """Return the attributes of an optimizer that another rank needs, by name.
 
-    Attributes of subclasses are among them. Hooks are not, nor ``step`` as learning-rate schedulers
-    patch it on the instance: they stay on the driver.
+    The states of parameters are left out. Attributes of subclasses are among them. Hooks are not,
+    nor ``step`` as learning-rate schedulers patch it on the instance: they stay on the driver.
     """
     left = {"state"}
     return {
@@ -180,7 +187,7 @@ def unship(data: bytes, apart: Tensors, parameters: Mapping[str, Parameter]) -> 
 
 
 def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer that are numbers, flags or texts."""
+    """Return the attributes of an optimizer that are numbers, flags, texts or None, by name."""
     kinds = (int, float, str, type(None))
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, kinds)}
 
@@ -221,7 +228,7 @@ class NamedGroups:
         self._known: dict[int, tuple[list[Parameter], list[str]]] = {}  # by number of the group
 
     def of(self, group: int, parameters: Sequence[Parameter]) -> list[str]:
-        """The names of the parameters of a group; those that have no name are left out.
+        """Return the names of the parameters of a group; those that have no name are left out.
 
         As long as a group has the same parameters, the same list is returned.
 

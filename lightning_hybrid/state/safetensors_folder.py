@@ -67,7 +67,7 @@ def write_safetensors(
 
 
 def _first_names(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights without those that are the same memory as one before, under another name.
+    """Return the weights by name, each memory once: under the first of its names.
 
     Raises:
         HybridError: something among the weights is no tensor.

@@ -129,7 +129,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def shared_memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is equal for tensors that show the same memory in the same way.
+    """Return a key that is equal for tensors that show the same memory in the same way.
 
     That is: with the same storage, offset, shape, strides and type.
     """
@@ -251,7 +251,11 @@ def _to_write(tensor: Tensor) -> Tensor:
 
 
 def staged(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Copy tensors to the CPU, so that they can be written while training goes on."""
+    """Return copies of tensors on the CPU, which can be written while training goes on.
+
+    Args:
+        tensors: the tensors, by key, as the copies are.
+    """
     # (tensors on the CPU are copied too: the next step changes the weights in place)
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
 
@@ -346,7 +350,7 @@ def save_alone(checkpoint: Mapping[str, Any], folder: Path) -> None:
 
 
 def is_sharded(path: str | Path) -> bool:
-    """Whether there is a sharded checkpoint at this path."""
+    """Whether there is a sharded checkpoint at a path: a folder with metadata and `meta.pt`."""
     return all((Path(path) / name).is_file() for name in (META, _METADATA))
 
 

@@ -85,7 +85,7 @@ class ShardedSaves:
         self._given_up = Event()
 
     def __reduce__(self) -> Any:
-        """A copy (of the strategy) has no saves under way."""
+        """Have a copy or pickle (of the strategy) begin without saves under way."""
         return ShardedSaves, ()
 
     def save(self, write: Callable[[Path], None], target: Path) -> None:

@@ -1,15 +1,16 @@
 """Tensors in a file without a name, from which processes of this host map what they read.
 
-Workers write what they own to such files, and their driver maps these: until it reads a number it
-takes no memory, then as much as the system has to spare (it may drop those pages again, as it does
-with every file), and what the driver writes is its own. Where it cannot open a worker's file, as on
-another host, the worker sends the tensors one by one, and the driver writes them to a file of its
-own. A file lives as long as any process has it open; a kill leaves nothing on the disk.
+Workers write what they own to such files, and their driver maps these. A mapped file takes memory
+only for what was read, and the system may take that back, as it does with every file. What the
+driver writes to a mapped tensor changes the driver's own copy, and not the file. Where the driver
+cannot open a worker's file, as on another host, the worker sends the tensors one by one, and the
+driver writes them to a file of its own. A file lives as long as any process has it open; a kill
+leaves nothing on the disk.
 
 `load_unread` loads a checkpoint that the address space of a process has no room for. As torch reads
-the checkpoint, each storage is written to a file without a name and freed, and a tensor is read
-from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So at most one large storage
-at a time is in memory.
+the checkpoint, each large storage is written to a file without a name and freed, and a tensor is
+read from there when it is needed (:mod:`lightning_hybrid.remote.unread`). So at most one large
+storage at a time is in memory.
 """
 
 import errno
@@ -59,10 +60,10 @@ class NoAddresses(HybridError):
 
 @dataclass(frozen=True)
 class _PlaceInFile(Token):
-    """Stands in place of a tensor in a value, and says where in the file it is.
+    """Stands in place of a tensor in nested containers, and says where in a file its numbers are.
 
     Attributes:
-        offset: the place of its first byte.
+        offset: place of its first byte, counted from the beginning of the file.
         spec: its shape, type and strides.
     """
 
@@ -72,10 +73,10 @@ class _PlaceInFile(Token):
 
 @dataclass(frozen=True)
 class _PlaceInMessage(Token):
-    """Stands in place of a tensor in a value, and says which tensor of a message it is.
+    """Stands in place of a tensor in nested containers, and says which tensor of a message it is.
 
     Attributes:
-        number: number of the tensor.
+        number: number of the tensor among those of the message, from 0.
     """
 
     number: int
@@ -86,10 +87,10 @@ class Ticket:
     """What other processes of the host need to read a file.
 
     Attributes:
-        path: path of the file, while its writer has it open.
+        path: path of the file, which can be opened while its writer has the file open.
         token: its first bytes, to compare: on another host the path may lead to another file.
-        value: the nested containers that were written, with places in the file (`_PlaceInFile`) for
-            dense tensors.
+        value: the nested containers that were written, with a `_PlaceInFile` in place of each dense
+            tensor.
     """
 
     path: str
@@ -98,12 +99,12 @@ class Ticket:
 
 
 class TensorFile:
-    """A file of tensors, being written.
+    """A file without a name, to which this process writes tensors for itself or for others.
 
     Args:
         folder: where to make it; the system's temporary one if nothing can be written there.
-        nbytes: how many bytes will be written. Where no disk has room for them, and the memory has,
-            the file is one in memory.
+        nbytes: how many bytes will be written; 0: not known. Where no disk has room for them, and
+            the memory has, the file is one in memory.
 
     Raises:
         OSError: there is no room for so many bytes.
@@ -117,10 +118,14 @@ class TensorFile:
         self._file.write(self._token)
 
     def write(self, value: Any) -> Ticket:
-        """Write the dense tensors in nested containers.
+        """Write the dense tensors in nested containers, and return the ticket to read them all by.
+
+        Args:
+            value: the containers. What else is in them, sparse and empty tensors too, goes into the
+                ticket as it is.
 
         Raises:
-            OSError: there is no room for them.
+            OSError: there is no room for the tensors.
         """
         return self.ticket(rebuild(value, lambda p: self._write(p) if _is_dense(p) else p))
 
@@ -129,8 +134,8 @@ class TensorFile:
 
         Args:
             value: nested containers with a `_PlaceInMessage` for each of the tensors.
-            specs: of the tensors.
-            tensors: contiguous ones, in the order of their numbers.
+            specs: for each of the tensors its shape, type and strides.
+            tensors: the tensors, in the order of their numbers.
 
         Returns:
             The containers with the tensors, which map this file.
@@ -144,7 +149,9 @@ class TensorFile:
         )
 
     def mapped(self, packed: Any) -> Any:
-        """Nested containers with the tensors that were written, which map this file.
+        """Return nested containers with tensors that were written; the tensors map this file.
+
+        They do so also after :meth:`close`.
 
         Args:
             packed: the containers, with tokens of :meth:`store` in place of tensors.
@@ -153,11 +160,13 @@ class TensorFile:
         return _mapped_by(os.fdopen(os.dup(self._file.fileno()), "rb"), packed)
 
     def store(self, spec: TensorSpec, pieces: Iterable[Tensor]) -> Token:
-        """Write a tensor that comes in pieces. Returns a token to put in its place.
+        """Write a tensor that comes in pieces; return a token for it.
+
+        The token stands in place of the tensor in what :meth:`mapped` and :meth:`ticket` are given.
 
         Args:
             spec: shape, type and strides of the tensor.
-            pieces: its bytes, on the CPU.
+            pieces: its bytes in the order of memory, as tensors on the CPU.
 
         Raises:
             OSError: there is no room for it.
@@ -168,7 +177,9 @@ class TensorFile:
         return _PlaceInFile(offset, spec)
 
     def ticket(self, packed: Any) -> Ticket:
-        """The ticket by which other processes, and this one, read the file.
+        """Return the ticket by which other processes, and this one, read what was written.
+
+        They must open the file before :meth:`close` is called here.
 
         Args:
             packed: nested containers, with tokens of :meth:`store` in place of tensors.
@@ -179,7 +190,14 @@ class TensorFile:
         return Ticket(path, self._token, packed)
 
     def keep(self, memory: Tensor) -> Callable[[], Tensor]:
-        """Write bytes that this process reads again. Returns a function that maps them."""
+        """Write bytes that this process reads again; return a function that maps them.
+
+        The function returns them as a tensor of bytes, each time in memory of its own. The file
+        must not be closed while the function is in use.
+
+        Args:
+            memory: the bytes, as a tensor on the CPU with one dimension.
+        """
         begin = self._file.seek(-self._file.tell() % _ALIGNED, os.SEEK_CUR)
         for piece in memory.split(PIECE_BYTES):
             self._file.write(piece.numpy().data)
@@ -188,7 +206,7 @@ class TensorFile:
         return lambda: bytes_in(kept.file, begin, nbytes)
 
     def close(self) -> None:
-        """Close the file; all processes that read it have opened it by now."""
+        """Close the file here. Whoever has opened or mapped it by now can read on."""
         self._file.close()
 
     def _write(self, tensor: Tensor) -> Token:
@@ -198,7 +216,11 @@ class TensorFile:
 
 
 def _nameless_file(folder: str, nbytes: int) -> BinaryIO:
-    """A new file without a name; see :class:`TensorFile`."""
+    """Make a file without a name, to write and read; for the arguments see :class:`TensorFile`.
+
+    Raises:
+        OSError: there is no room for so many bytes.
+    """
     writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
     for place in (folder, None) if writable else (None,):
         with suppress(OSError):
@@ -224,13 +246,17 @@ def _is_dense(value: Any) -> bool:
 
 
 def read_files(tickets: Iterable[Ticket]) -> list[Any] | None:
-    """Read values that were written: their tensors map the files, and changes stay in this process.
+    """Read what processes of this host have written; the tensors map the files.
 
-    If the address space has no room for a whole file, its tensors are mapped one by one, when they
-    are read.
+    What is written to such a tensor changes it in this process alone. If the address space has no
+    room for a whole file, each of its tensors is mapped alone, when it is first read.
+
+    Args:
+        tickets: the tickets of the files, which their writers still have open.
 
     Returns:
-        One value per ticket; ``None`` if a file cannot be read, since it is on another host.
+        The nested containers of each ticket; ``None``: a file cannot be read, since its writer is
+        on another host.
     """
     read = [_read(ticket) for ticket in tickets]
     return None if None in read else read
@@ -252,7 +278,16 @@ def _read(ticket: Ticket) -> Any | None:
 
 
 def _mapped_by(file: BinaryIO, packed: Any) -> Any:
-    """Nested containers with the tensors of a file, which is closed when none needs it any more."""
+    """Put the tensors of a file into nested containers, without reading them.
+
+    They map the file. If the address space has no room for all of it, each is mapped alone when it
+    is first read, and the file stays open as long as one is unread. Else the file is closed at
+    once.
+
+    Args:
+        file: file with the tensors, open for reading; the caller must not use it any more.
+        packed: the containers, with tokens of :meth:`TensorFile.store` in place of tensors.
+    """
     # in a limited address space a whole file could leave too little to compute with
     if not may_be_mapped(file):
         return rebuild(packed, _unread_from(file))
@@ -262,13 +297,28 @@ def _mapped_by(file: BinaryIO, packed: Any) -> Any:
 
 
 def may_be_mapped(file: BinaryIO) -> bool:
-    """Whether the address space has room to map a whole file, and as much again for computing."""
+    """Whether the address space has room to map a whole file, and as much again for computing.
+
+    Always if the system sets it no limit.
+    """
     left = free_addresses()
     return left is None or 2 * os.fstat(file.fileno()).st_size <= left
 
 
 def _map(file: BinaryIO, begin: int = 0, size: int = 0) -> mmap.mmap:
-    """Map a part of a file (by default all of it), from the beginning of its first page."""
+    """Map a part of a file. What is written to the memory changes it in this process alone.
+
+    Args:
+        file: the file, open for reading.
+        begin: place of the first byte.
+        size: number of bytes; 0: up to the end of the file.
+
+    Returns:
+        The memory. It begins where the page begins that has the first byte.
+
+    Raises:
+        NoAddresses: the address space has no room for it.
+    """
     before = begin % mmap.ALLOCATIONGRANULARITY
     try:
         memory = mmap.mmap(
@@ -309,7 +359,7 @@ def let_go(part: memoryview) -> None:
     When it is read again it has the same contents, changes included.
 
     Args:
-        part: any memory; nothing happens if it was not mapped here.
+        part: the memory; nothing happens if it was not mapped here.
     """
     if not part.nbytes:
         return
@@ -327,14 +377,15 @@ _checkpoints: set[str] = set()
 
 
 def remember_mapped(path: str | Path) -> None:
-    """Note that torch has mapped a checkpoint, for :func:`let_go_of_checkpoints`."""
+    """Note that torch has mapped a checkpoint, so that :func:`let_go_of_checkpoints` covers it."""
     _checkpoints.add(str(Path(path).resolve()))
 
 
 def let_go_of_checkpoints() -> None:
-    """Let the system take back all pages of mapped checkpoints.
+    """Let the system take back the memory of all checkpoints that torch has mapped.
 
-    A rank does not read again what it has read to send it, or to copy it to its weights.
+    Called when a rank has sent what it has read of them, or copied it to its weights. What is read
+    again has the same contents.
     """
     if not _checkpoints:
         return
@@ -345,7 +396,13 @@ def let_go_of_checkpoints() -> None:
 
 
 class _OpenFile:
-    """A file that is closed when no unread tensor needs it any more."""
+    """Keeps a file open as long as anything refers to this object; then the file is closed.
+
+    The functions that read unread tensors from the file refer to it.
+
+    Args:
+        file: the file.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -368,10 +425,17 @@ def _unread_from(file: BinaryIO) -> Callable[[Any], Any]:
 
 
 def bytes_in(file: BinaryIO, begin: int, nbytes: int) -> Tensor:
-    """Map bytes of a file, as a tensor.
+    """Map bytes of a file, and return them as a tensor with one dimension.
+
+    What is written to the tensor changes it in this process alone.
+
+    Args:
+        file: the file, open for reading.
+        begin: place of the first byte.
+        nbytes: number of bytes.
 
     Raises:
-        NoAddresses: there is no room for so many.
+        NoAddresses: the address space has no room for so many.
     """
     memory = _map(file, begin, nbytes)
     before = len(memory) - nbytes
@@ -399,12 +463,19 @@ _SMALL_BYTES = 2**16
 def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """Load a checkpoint whose large tensors are read only when they are needed.
 
+    They are read from a copy, which is written to a file without a name while torch loads the
+    checkpoint, in the same folder if possible.
+
     Args:
         path: path of the file.
         weights_only: as in `torch.load`.
 
+    Returns:
+        The checkpoint, in which tensors of large storages are unread ones.
+
     Raises:
-        NoAddresses: something other than containers has tensors that are large.
+        NoAddresses: objects that are no containers have large tensors.
+        OSError: there is no room for the copy.
     """
     file = TensorFile(str(Path(path).parent))
     kept: dict[int, tuple[torch.UntypedStorage, Unread]] = {}
@@ -435,22 +506,27 @@ def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 class FilesOfWorker:
-    """Writes tensors of a worker to a file for its driver."""
+    """Makes a worker's answers that hand tensors to its driver: in a file, or one by one.
+
+    The file of the last answer stays open.
+    """
 
     def __init__(self) -> None:
         self._file: TensorFile | None = None
 
     def answer(self, value: Any, folder: str | None) -> Answer:
-        """The answer to a command to write tensors, or to send them.
+        """Make the answer to a command to write tensors to a file, or to send them.
+
+        The file of the answer before is closed.
 
         Args:
             value: nested containers with the tensors.
-            folder: where to write a file, if possible, which is kept until the next call; ``None``:
-                send them.
+            folder: where to make the file, if possible; ``None``: the tensors are sent.
 
         Returns:
-            Its value is the file's `Ticket`, or ``None`` if there is no room for a file. If tensors
-            are sent: the containers, with a `_PlaceInMessage` for each tensor, and the specs.
+            An answer. If there is a file, its value is the file's `Ticket`; ``None``: there is no
+            room for one. If tensors are sent, its tensors are these, and its value is a pair: the
+            containers, with a `_PlaceInMessage` for each tensor, and the specs.
         """
         self.close()
         found: list[Tensor] = []
@@ -472,18 +548,22 @@ class FilesOfWorker:
         return Answer()
 
     def close(self) -> None:
-        """Close the file; the driver has opened it by now."""
+        """Close the file of the last answer, if there is one; the driver has opened it by now."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def received(answer: Answer, folder: str) -> Any:
-    """On a driver: what a worker sends by :meth:`FilesOfWorker.answer`, in a file of this rank.
+    """On a driver, write the tensors that a worker sends to a file of this rank, and map them.
 
     Args:
-        answer: the worker's.
+        answer: what :meth:`FilesOfWorker.answer` has made without a folder; its tensors are
+            received here.
         folder: preferred folder of the file.
+
+    Returns:
+        The worker's nested containers with the tensors, which map the file.
 
     Raises:
         OSError: there is no room for the file.
@@ -495,10 +575,15 @@ def received(answer: Answer, folder: str) -> Any:
 
 
 def put_mapped(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give parameters and buffers the values that are mapped from a file.
+    """Give parameters and buffers of a module the values that are mapped from files.
 
-    Those that this rank owns, or that others share memory with, keep their memory, and are copied
-    to.
+    A parameter or buffer gets the memory of its value, or becomes an unread tensor as its value is.
+    It keeps its memory, and the value is copied to it, if other tensors share that memory, or if it
+    is on a GPU and its value is mapped.
+
+    Args:
+        module: the module.
+        values: the values by name in the module, mapped or unread.
     """
     tensors = tensors_of(module)
     with torch.no_grad(), as_they_are():

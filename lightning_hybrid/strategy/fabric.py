@@ -174,7 +174,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle, without process groups, so that Fabric can spawn processes."""
+        """Return the state to pickle, without process groups: Fabric may spawn processes."""
         return vars(self) | {"_session": BetweenRuns(NoWorld(), Building())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -265,8 +265,16 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
 
         All drivers call this together. The networks in the model are found by its first call.
 
+        Args:
+            module: the model that is given to ``fabric.setup``.
+
         Returns:
             The model in a wrapper that notes its calls.
+
+        Raises:
+            HybridError: a model was set up before in this launch, or the code was not launched as a
+                function.
+            PlanError: the model does not go together with stages.
         """
         self._require_launch()
         self._refuse(module)
@@ -338,7 +346,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         self._ranks.joined.end_run()
 
     def fail(self, error: BaseException) -> Failure | None:
-        """Tell the other ranks that this one fails with ``error``, and give up the run and groups.
+        """Tell the other ranks that this one fails with ``error``, and leave the run.
 
         Returns:
             The failure of another rank that came first; ``None``: this rank is the first to fail.
@@ -379,16 +387,27 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Set up a model, and optimizers that then step on all ranks; return all that was given."""
+        """Set up a model, and optimizers, which then step on all ranks; return all that was given.
+
+        See :meth:`setup_module`.
+
+        Args:
+            module: the model, which is returned in a wrapper.
+            optimizers: its optimizers.
+            scheduler: a learning-rate scheduler, which is returned as it is.
+        """
         module = self.setup_module(module)
         self._connect(optimizers)
         return module, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let an optimizer of the model that is set up already step on all ranks; return it.
+        """Have an optimizer of the model that is set up already step on all ranks; return it.
+
+        Args:
+            optimizer: the optimizer.
 
         Raises:
-            HybridError: there are optimizers already.
+            HybridError: there are optimizers already, or no model is set up.
         """
         if self._optimizers:
             raise HybridError(
@@ -413,7 +432,19 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of all stages by their common norm, and return this norm."""
+        """Clip the gradients of all stages by their common norm; return the norm before.
+
+        Args:
+            module: not used.
+            optimizer: an optimizer that was set up; the gradients are those of its parameters.
+            max_norm: the largest norm; larger ones are scaled down to it.
+            norm_type: p of the p-norm.
+            error_if_nonfinite: whether a norm that is not finite is an error.
+
+        Raises:
+            HybridError: the optimizer was not set up.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
+        """
         self.precision.unscale_gradients(self._known(optimizer))
         return self._driving.optimizers.clip_norm(
             optimizer, float(max_norm), float(norm_type), finite=error_if_nonfinite
@@ -422,7 +453,16 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
-        """Clip each element of the gradients of all stages to +/- ``clip_val``."""
+        """Clip each element of the gradients of all stages to +/- ``clip_val``.
+
+        Args:
+            module: not used.
+            optimizer: an optimizer that was set up; the gradients are those of its parameters.
+            clip_val: the bound.
+
+        Raises:
+            HybridError: the optimizer was not set up.
+        """
         self.precision.unscale_gradients(self._known(optimizer))
         self._driving.optimizers.clip_values(optimizer, float(clip_val))
 
@@ -480,6 +520,10 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         """Step an optimizer on all ranks, and return what its step returns.
 
         A backward through what was computed before the step is refused from then on.
+
+        Args:
+            optimizer: an optimizer that was set up.
+            kwargs: passed on to Lightning's strategy, such as the closure.
         """
         output = super().optimizer_step(optimizer, **kwargs)
         if isinstance(self._session, DriverSession):

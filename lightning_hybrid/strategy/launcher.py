@@ -292,7 +292,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         return Popen(command, env=os.environ | {"LOCAL_RANK": str(rank)}, cwd=folder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy or a pickle, without the started processes."""
+        """Return the state for a copy or a pickle, without the started processes."""
         return vars(self) | {"procs": []}
 
 

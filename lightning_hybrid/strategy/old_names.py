@@ -25,7 +25,11 @@ NEW_WAYS = {
 def tells_new_names(init: Callable[P, None]) -> Callable[P, None]:
     """Decorate a constructor: an argument with an old name raises an error that says the new way.
 
-    That is a TypeError, as Python raises it for any unexpected keyword.
+    That is a TypeError, as Python raises it for any unexpected keyword. The old names are those of
+    `NEW_WAYS`.
+
+    Args:
+        init: the constructor of a strategy.
     """
 
     @wraps(init)

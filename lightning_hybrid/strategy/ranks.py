@@ -96,7 +96,7 @@ class StrategyRanks:
         self._timeout = timedelta()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle, without process groups, so that a Trainer can spawn processes."""
+        """Return the state to pickle, without process groups: a Trainer may spawn processes."""
         return vars(self) | {"world": NoWorld()}
 
     # ------------------------------------------------------------------ all processes

@@ -233,7 +233,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         return f"<{type(self).__name__} of {CHOSEN_MODULE}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle, without process groups, so that a Trainer can spawn processes."""
+        """Return the state to pickle, without process groups: a Trainer may spawn processes."""
         state: dict[str, Any] = super().__getstate__()
         building = Building()
         return state | {"_building": building, "_session": BetweenRuns(NoWorld(), building)}
@@ -270,6 +270,11 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
 
         But where replicas take unequal parts of a batch, the mean of whole numbers, such as numbers
         of samples, is a float: Lightning would cut it to a whole number.
+
+        Args:
+            tensor: the tensor of this rank.
+            group: as in `DDPStrategy`.
+            reduce_op: the operation, such as ``"mean"`` or ``"sum"``.
         """
         whole = isinstance(tensor, Tensor) and not tensor.is_floating_point()
         if whole and self._config.by_speed and reduce_op in ("mean", "avg"):
@@ -432,9 +437,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """Move the module to this rank's device; with several stages, what may be cut can wait.
+        """Move the module to this rank's device, at once or in part.
 
-        See :func:`lightning_hybrid.run.building.move_module`.
+        With several stages, what will be cut possibly stays where it is until then; see
+        :func:`lightning_hybrid.run.building.move_module`.
         """
         move_module(self._module, self.root_device, all_of_it=self._ranks.stages == 1)
 
@@ -466,6 +472,12 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         """Run a backward pass, then average gradients over the replicas; return the loss.
 
         Lightning's hooks after a backward see the averaged gradients.
+
+        Args:
+            closure_loss: the loss that ``training_step`` has returned.
+            optimizer: the optimizer that steps next; ``None``: under manual optimization.
+            args: passed on to Lightning's precision plugin.
+            kwargs: likewise.
         """
         module, precision = self._module, self.precision_plugin
         loss = precision.pre_backward(closure_loss, module)
@@ -620,7 +632,10 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             self._saves.save(partial(self._session.save_shards, checkpoint), Path(filepath))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, which is a file or a folder."""
+        """Remove a checkpoint, a file or a folder; a folder after the saves that are under way.
+
+        Only replica 0's driver does so.
+        """
         if self._config.checkpoint == "full" and not is_sharded(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:

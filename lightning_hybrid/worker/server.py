@@ -135,9 +135,11 @@ class Server:
         world.serve()  # (from here on drivers tell of failures elsewhere)
 
     def _serve(self, world: World, order: ServeOrder | RestOrder) -> None:
-        """Obey the driver until its run is over; for a `RestOrder` (no model was set up) just end.
+        """Serve the driver of this rank until its run is over, then leave the run.
 
-        Either way this rank leaves the run.
+        Args:
+            world: the run.
+            order: how to serve; a `RestOrder`: no model was set up, so the run is left at once.
         """
         if isinstance(order, ServeOrder):
             torch.set_default_dtype(order.dtype)
@@ -155,8 +157,9 @@ class Server:
 def serve_here(server: Server, given: Iterable[Order], module: nn.Module | None) -> NoReturn:
     """Let this process, which a launcher has started on the script, be a server up to its end.
 
-    It never returns: no code of the script that has called it runs any more, not even ``finally``
-    and exit functions.
+    It never returns: the process ends with the code of :meth:`Server.run`, or with 1 after an
+    error. No code of the script that has called it runs any more, not even ``finally`` and exit
+    functions.
 
     Args:
         server: carries out orders.

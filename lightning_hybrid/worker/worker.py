@@ -184,7 +184,7 @@ class Worker:
         self._failure = self._failure or Failure.of(error, str(self._mesh.coordinates))
 
     def _give_failure(self, _: Command) -> None:
-        """Answer whether this rank has failed before, which every answer tells: do nothing."""
+        """Do nothing: as every answer does, the answer says whether this rank has failed."""
 
     _end = _give_failure
 
@@ -327,10 +327,10 @@ def serve(
     *,
     shards: bool = False,
 ) -> None:
-    """Obey a driver until its run is over.
+    """Carry out the commands of a driver until its run is over; return then.
 
-    If the driver cuts its networks at other places meanwhile, another `Worker` follows. For the
-    arguments see :class:`Worker`.
+    If the driver cuts its networks at other places meanwhile, another `Worker` follows. For
+    arguments and errors see :class:`Worker` and :meth:`Worker.serve`.
     """
     worker = Worker(module, mesh, options, watch, shards=shards)
     worker.serve()
@@ -346,6 +346,9 @@ def _handlers(*parts: object) -> dict[type[Command], CommandHandler]:
 
     Args:
         parts: the objects that have these methods.
+
+    Returns:
+        The methods by type of command.
     """
     found: dict[type[Command], CommandHandler] = {}
     for kind in protocol.MESSAGES:

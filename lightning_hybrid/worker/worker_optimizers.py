@@ -27,12 +27,13 @@ class WorkerOptimizers:
     Args:
         parameters: all parameters of the LightningModule by name, a tied one under each of its
             names.
-        files: writes files that other ranks map.
+        files: makes answers with tensors in files that other ranks map.
         shares_over: the process group of the ranks with the same stages, if these divide the states
-            of optimizers.
+            of optimizers; ``None``: they do not.
 
     Attributes:
-        all: the optimizers, in the user's order.
+        all: this rank's copies of the optimizers, in the user's order; empty until the driver has
+            sent them.
         names: by ``id``, the names of the parameters; of a tied one the first, as on the driver.
     """
 
@@ -52,7 +53,11 @@ class WorkerOptimizers:
         self._shares = shares_over and StateShares(shares_over, self.names, {})
 
     def _take_optimizers(self, command: protocol.TakeOptimizers) -> None:
-        """Replace the optimizers by those of the driver; states that are not sent are kept."""
+        """Replace the optimizers of this rank by those that the driver sends.
+
+        This rank's states of an optimizer are dropped if ``command.fresh`` has its number. Other
+        states stay, unless the driver sends one for the same parameter.
+        """
         before = self.all
         for index in command.fresh:  # (the states that come replace these)
             if index < len(before):
@@ -66,12 +71,23 @@ class WorkerOptimizers:
             self._shares.replica_of.update(command.replica_of)
 
     def states(self, index: int) -> dict[str, dict[str, Any]]:
-        """The states of optimizer ``index`` that this rank has, by parameter name."""
+        """Return the states that this rank has of one optimizer.
+
+        Args:
+            index: number of the optimizer in :attr:`all`.
+
+        Returns:
+            By name of the parameter, its state by key; parameters without a state are left out.
+        """
         states = self.all[index].state.items()
         return {self.names[id(parameter)]: dict(state) for parameter, state in states if state}
 
     def find(self, owned: TensorAddress) -> Tensor:
-        """A tensor in the state of an optimizer."""
+        """Return a tensor of this rank's states of optimizers.
+
+        Args:
+            owned: which one: it names an optimizer, a parameter and a key in the parameter's state.
+        """
         assert owned.optimizer is not None
         parameter = self._parameters[owned.name]
         found: Tensor = self.all[owned.optimizer].state[parameter][owned.state]
@@ -84,7 +100,11 @@ class WorkerOptimizers:
         self.all[command.optimizer].zero_grad(command.set_to_none)
 
     def _step_optimizer(self, command: protocol.StepOptimizer) -> None:
-        """Step an optimizer, or this rank's share of it if replicas divide the states."""
+        """Step an optimizer, with the groups and the precision of the driver.
+
+        If replicas divide the states, this rank steps its share alone, and gets the weights of the
+        others (collective over the ranks that have the same stages).
+        """
         optimizer = self.all[command.optimizer]
         if command.groups is not None:
             take_groups(optimizer, command.groups, self._parameters)
@@ -104,9 +124,10 @@ class WorkerOptimizers:
             optimizer.step()
 
     def attend(self, command: protocol.StepOptimizer) -> None:
-        """Take part in the exchange of a step without stepping, since this rank has failed.
+        """Take part in the exchange of weights of a step, without stepping.
 
-        Where replicas divide states, the other ones wait for this rank in the exchange.
+        Called on a rank that has failed, in place of a step. If replicas divide states, the others
+        wait for this rank in the exchange; if they do not, nothing happens.
         """
         if self._shares:
             with self._shares.alone(self.all[command.optimizer]):

@@ -11,17 +11,18 @@ from lightning_hybrid.state import FilesOfWorker
 
 
 class WorkerWeights:
-    """Reads and sets weights, buffers and gradients of a worker for its driver.
+    """Reads and sets weights, buffers and gradients of a worker when its driver commands it.
 
     Args:
         module: the LightningModule of this rank.
         parameters: all of its parameters by name, a tied one under each of its names.
         networks: the networks that are cut; the list may grow.
-        files: writes files that the driver maps.
+        files: makes answers with tensors in files that the driver maps.
         line: takes tensors to the driver and back, from device to device.
 
     Attributes:
-        lent: names of the parameters that this rank owns and the driver uses too.
+        lent: names of the parameters that this rank owns and the driver uses too; the worker adds
+            them when it cuts a network.
     """
 
     def __init__(
@@ -64,7 +65,15 @@ class WorkerWeights:
         write_tensors(self._module, command.tensors)
 
     def _write_tensors(self, command: protocol.WriteTensors) -> Answer:
-        """Write, or send, what this rank owns; at the end of a run with gradients."""
+        """Write the weights and buffers that this rank owns to a file, or send them.
+
+        At the end of a run (``command.at_end``) their gradients are added. Tensors that
+        ``command.but`` names are left out.
+
+        Returns:
+            The answer of :meth:`FilesOfWorker.answer`, for two dictionaries of tensors by name:
+            ``weights`` and ``gradients``.
+        """
         tensors, owned = tensors_of(self._module), self._owned()
         kept = {name: tensors[name] for name in owned if name not in command.but}
         gradients: dict[str, torch.Tensor] = {}
@@ -74,7 +83,10 @@ class WorkerWeights:
         return self._files.answer(value, command.folder)
 
     def _owned(self) -> list[str]:
-        """Names in the LightningModule of the tensors that this rank owns."""
+        """Return the names of the parameters and buffers of all networks that this rank owns.
+
+        They are names in the LightningModule.
+        """
         return [name for network in self._networks for name in network.owned()]
 
     def _name_gradients(self, _: protocol.NameGradients) -> Answer:
