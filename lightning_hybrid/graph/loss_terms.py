@@ -284,8 +284,9 @@ class _TailRecorder(Labelling):
     def know(self, tensor: Tensor) -> int:
         """Note a tensor as `MadeOf.KNOWN`, computed once for all samples; returns its number.
 
-        If its shape depends on the batch it is split for micro-batches along the dimension of its
-        samples; if it has no such dimension, it is noted as `MadeOf.MEET` instead.
+        Its label must have been set before. If its shape depends on the batch, it is split for
+        micro-batches along the dimension of its samples; if it has no such dimension, it is noted
+        as `MadeOf.MEET` instead.
         """
         number = self.take(tensor, MadeOf.KNOWN)
         if not any(self.depends(size) for size in tensor.shape):
@@ -573,7 +574,7 @@ class Loss:
             outputs: nodes of the tail that the network returns.
 
         Raises:
-            NoSum: there is none, or there are several, or samples meet on another way.
+            NoSum: there is no such node, outputs have several Sums, or samples meet on another way.
         """
         record, graph = self._record, self._graph
         found: set[int] = set()

@@ -37,8 +37,8 @@ class NetworkPartition:
         parameters: dotted names of its parameters.
         flops: floating-point operations of one forward at the captured batch size: its load.
         output_bytes: bytes of all that crosses a cut after it, at the captured batch size.
-        refused: (module name, reason in words) of each place inside it where a cut would be best
-            but is not allowed.
+        refused: for each place inside it where a cut would be best but is not allowed: (name of the
+            module behind it, reason as from `Cuts.refusal`).
     """
 
     name: str
@@ -180,8 +180,9 @@ def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[
         last: the last position to look at.
 
     Returns:
-        The best position at which a cut is allowed, and ``None``. If none is allowed: the position
-        that would be best, and why a cut there is not allowed, in words.
+        ``(position, None)``: the best position at which a cut is allowed. If no cut is allowed,
+        ``(position, reason)``: the position that would be best, and why a cut there is not allowed,
+        as from `Cuts.refusal`.
     """
 
     def merit(position: int) -> tuple[bool, int, int]:

@@ -95,7 +95,7 @@ class Followed:
             these they have met too, without an entry.)
         tried: nodes that no rule covers and that have passed a trial: custom operators, and calls
             of an ``autograd.Function``.
-        prologue: those of ``early`` that must be computed for all samples at once.
+        prologue: those nodes of ``early`` that must be computed for all samples at once.
         numbers: nodes that are numbers read from the values of samples.
         early: nodes that are computed from the inputs alone, without weights.
     """
@@ -276,7 +276,7 @@ class _Walk:
 
         Args:
             node: a node that has run, and whose results are labelled by rules.
-            why: the reason for which samples meet in it, or may; ``None``: there is none.
+            why: the reason for which samples meet in it, or may; ``None``: the rules give none.
         """
         run = self._run
         tensors = [unwrapped(tensor) for _, tensor in tensors_in(self._values[node])]
@@ -395,7 +395,7 @@ class Labelling(TorchDispatchMode):
 
     Attributes:
         batch: the first of the symbols, which stands for all of them in `size`.
-        symbols: all of them.
+        symbols: all size symbols of the number of samples.
         tainted: symbols of sizes and numbers that follow from the values of samples.
         draws: whether the node that is running draws random numbers.
         reads: whether this node reads numbers from tensors in which there are samples.
@@ -706,10 +706,10 @@ class Labelling(TorchDispatchMode):
         return name in KEEPS_POSITION | LOOKS_AT_PLACES or (name in TAKES_PLACES and indexes)
 
     def _is_range(self, call: OperatorArguments, outs: list[Tensor]) -> bool:
-        """Whether a call of ``arange`` counts samples: ``arange(B)`` for B samples, and the like.
+        """Whether a call of ``arange`` counts samples, from 0.
 
-        That is also ``arange(B * k)``, with k entries of each sample, and the same in steps, of
-        which each sample has a whole number.
+        For B samples that is ``arange(B)``; ``arange(B * k)``, with k entries of each sample; and
+        ``arange(0, B * k * s, s)``, the same in steps.
         """
         start, step = call["start"], 1 if call["step"] is None else call["step"]
         whole = (start is None or (type(start) is int and start == 0)) and type(step) is not float

@@ -489,8 +489,8 @@ def batch_norm(
 ) -> list[Label] | Label:
     """Label the results of batch normalisation, in which samples do not meet.
 
-    Its statistics are by definition those of a micro-batch. The samples are in dimension 0, or in 1
-    for instance normalisation, which has them among the channels.
+    Its statistics are by definition those of a micro-batch. The samples must be in dimension 0, or
+    in 1 for instance normalisation, which has them among the channels; else all is ``MEET``.
     """
     rows = f.label(call["input"])
     if not isinstance(rows, Rows) or not rows.plain:
@@ -571,7 +571,7 @@ def scatter(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
     """Label the result of ``scatter``, in which each sample must write to its own entries.
 
     That is so if tensor, indices and values have their samples in the same dimension, and it is not
-    the one that is indexed.
+    the one that is indexed; else the label is ``MEET``.
     """
     count = call["self"].dim()
     keys = [None if key == call["dim"] % max(count, 1) else key for key in range(count)]
@@ -609,7 +609,7 @@ def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor
         f: the mode that knows the labels of all tensors.
         tensor: what is indexed.
         at: the dimensions that are indexed; of a mask the first one.
-        masks: the indices.
+        masks: the indices, which may be no masks.
     """
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
@@ -683,7 +683,9 @@ def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
 def index_put(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """Label a tensor after values were written to ``tensor[...]``.
 
-    The values must have their samples where reading ``tensor[...]`` would give them.
+    The values must have their samples where reading ``tensor[...]`` would give them, or have none;
+    then the tensor keeps its label. Else it is ``MEET``. After ``inverse[order] = arange(B)`` the
+    entries of ``inverse`` are indices (`Places`).
     """
     tensor, value = call["self"], call["source"] if call["values"] is None else call["values"]
     at, tensors = _picks(call)
@@ -827,7 +829,9 @@ _NOT = _names("isin equal max min copysign_ frexp")
 """Operators that torch tags as pointwise although they may look at other entries too."""
 
 _OF_DIMENSIONS = re.compile(r"_?(?:\w*pool|\w*unpool|upsample_\w+|\w+_pad)([123])d\w*")
-"""Names of operators that work on the last 1, 2 or 3 dimensions: pools, resizing, padding."""
+"""Names of operators that work on the last 1, 2 or 3 dimensions: pools, resizing, padding.
+
+The group of a match is this number."""
 
 _SPATIAL = [letters("*:.x -> .a"), letters("*:.xy -> .ab"), letters("*:.xyz -> .abc")]
 """The rules of operators that work on the last 1, 2 and 3 dimensions."""
@@ -923,7 +927,10 @@ def name_of(func: Any) -> str:
 
 
 def rule_of(func: Any) -> Rule | None:
-    """The rule for an operator; ``None``: there is none, so samples count as having met in it."""
+    """The rule for an operator, by its name or torch's tags.
+
+    ``None``: no rule is known, so samples count as having met in it.
+    """
     if func.namespace != "aten":
         return grouped_matrices if is_grouped(func) else None
     name = name_of(func)

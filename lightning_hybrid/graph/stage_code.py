@@ -399,7 +399,7 @@ def function_named(name: str) -> Any:
     """Find the function that has a name from `qualified_name`; may import its module.
 
     Raises:
-        NetworkError: there is none on this rank.
+        NetworkError: no function of this name is on this rank.
     """
     if name.startswith(_NUMPY):
         kind, _, called = name.removeprefix(_NUMPY).partition(":")
