@@ -1,9 +1,9 @@
 """Capture a network by TorchDynamo, the front end of ``torch.compile``.
 
 In each call TorchDynamo checks, in microseconds, whether a value that its graph depends on has
-changed (and captures again if so). It then calls the function ``run`` with the graph's inputs, and
-repeats the side effects of the Python (on attributes, lists, hooks). Every tensor that leaves the
-network in any way is an output of the graph.
+changed (and captures again if so). It then calls the function that :meth:`Capture._take` has
+returned with the graph's inputs, and repeats the side effects of the Python (on attributes, lists,
+hooks). Every tensor that leaves the network in any way is an output of the graph.
 
 First a network is captured as one graph or not at all: if TorchDynamo cannot follow, `Capture`
 raises before anything has run, and the caller can do otherwise (see
@@ -85,9 +85,11 @@ def installs_hooks(reason: str, network: nn.Module) -> bool:
 
 
 RunGraph = Callable[..., Sequence[Any]]
-"""A function that returns the outputs of a `NetworkGraph` (first argument) from its arguments.
+"""A function that computes a graph: ``run(graph, values)`` or ``run(graph, values, loss)``.
 
-The second argument is the list of these; the third one, where there is one, the `LossOfCall`.
+``graph`` is a `NetworkGraph`; ``values`` are the arguments of the graph in this call, in order;
+``loss`` is the `LossOfCall` where each micro-batch has a share of a loss. It returns the outputs of
+the graph, in order.
 """
 
 
@@ -101,7 +103,7 @@ warnings.filterwarnings(
 _KILLED_LOADER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited un).*")
 
 ShapeAndType = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of a tensor."""
+"""(shape, type) of a tensor."""
 
 
 def kind_of(tensor: Tensor) -> ShapeAndType:
@@ -111,12 +113,14 @@ def kind_of(tensor: Tensor) -> ShapeAndType:
 
 
 class NotCaptured(Exception):
-    """Raised if a network's Python cannot be followed; nothing of the call has happened.
+    """Raised if a network's Python cannot be followed.
+
+    Nothing of the call has happened; of a chain of graphs, earlier graphs may have run.
 
     Args:
-        reason: TorchDynamo's reason, and where in the user's code, in one line.
+        reason: TorchDynamo's reason, and where in the user's code, in one line without a full stop.
         by_its_kind: whether calls in another mode (training) may well be captured.
-        advice: what the user can do, as a sentence.
+        advice: what the user can do, as a sentence with its full stop.
     """
 
     def __init__(
@@ -133,7 +137,10 @@ class NotCaptured(Exception):
 
 
 class _OtherDimension(Exception):
-    """Raised to have a capture repeated with the samples in the other one of dimensions 0 and 1."""
+    """Raised to have a capture repeated with the samples in the other one of dimensions 0 and 1.
+
+    `Capture` catches it, before any graph has run.
+    """
 
 
 _ASSIGNED = (
@@ -148,7 +155,10 @@ _WITHOUT_GRADIENTS = (
 
 
 class _LacksMarks(Exception):
-    """Raised to have a capture repeated inside of :class:`Marking`."""
+    """Raised to have a capture repeated inside of :class:`Marking`.
+
+    `Capture` catches it, before any graph has run.
+    """
 
 
 def _refuse_classes(tensors: Iterable[Tensor]) -> None:
@@ -176,7 +186,7 @@ def _refuse_inside(given: Iterable[Tensor]) -> None:
             in a container.
 
     Raises:
-        NotCaptured: there is one.
+        NotCaptured: a tensor is of such a subclass.
     """
     kind = next((type(tensor) for tensor in given if _is_other(tensor)), None)
     if kind is not None:
@@ -189,6 +199,9 @@ def _refuse_inside(given: Iterable[Tensor]) -> None:
 
 def _refuse_optimizers(module: fx.GraphModule) -> None:
     """Refuse code that looks at an optimizer: the graph would hold its weights as constants.
+
+    Args:
+        module: the graph from TorchDynamo.
 
     Raises:
         NotCaptured: the graph holds a parameter as a constant.
@@ -221,20 +234,21 @@ class Capture:
     Args:
         network: the module.
         forward: its ``forward``, as the user has it.
-        run: called with the graph of a call and the arguments of the graph (and, with ``shares``,
-            the loss of the call if its graph has one); returns the graph's outputs.
+        run: called in each call for its graph; see `RunGraph`. With ``shares`` it gets the loss of
+            the call, if the graph has one and gradients are switched on.
         shared: shape and type of the parameters and buffers that all ranks have, by name. Others (a
-            buffer that a hook has registered on this rank) are inputs of the network. By default
-            all that the network has now.
+            buffer that a hook has registered on this rank) are inputs of the network. ``None``: all
+            that the network has now.
         whole: whether to capture it as one graph or not at all; else as a chain of graphs, with
             ordinary Python between them.
         divides: whether to divide a graph in which samples meet into prologue, heavy part and tail
             (:mod:`lightning_hybrid.graph.three_parts`); ``run`` then gets the heavy part alone.
-        draws: whether each micro-batch may draw random numbers by itself. Else a graph is divided
-            only if prologue and tail draw all of its random numbers, for the whole batch.
-        shares: whether to look for a loss of which each micro-batch has a share.
-        looks: called with each new graph that TorchDynamo has made, before this package studies it,
-            which takes long.
+            False where batches are not split anyway.
+        draws: whether each micro-batch may draw random numbers by itself. Else (``rng="device"``) a
+            graph is divided only if prologue and tail draw all of its random numbers, for the whole
+            batch.
+        shares: whether to look for a loss of which each micro-batch has a share, as `1f1b` needs.
+        looks: called, without arguments, before this package studies a new graph, which takes long.
 
     Attributes:
         reason: the value in the user's code because of which the last call was captured anew;
@@ -293,8 +307,12 @@ class Capture:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the network, and return what it returns; its graph is computed by ``run``.
 
+        Args:
+            args: the positional arguments of the network's ``forward``.
+            kwargs: its keyword arguments.
+
         Raises:
-            NotCaptured: TorchDynamo cannot follow; nothing has happened.
+            NotCaptured: TorchDynamo cannot follow. With ``whole`` nothing of the call has happened.
             RuntimeError: a process of a data loader was killed meanwhile.
         """
         values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
@@ -371,6 +389,10 @@ class Capture:
 
         Args:
             module: the new graph.
+
+        Returns:
+            A function from the arguments of the graph to its outputs. In its first call it may
+            raise `NotCaptured`, or have the capture repeated.
         """
         self._captured += 1
         # TorchDynamo may call one graph with other tensors (a parameter was replaced by one of the
@@ -422,9 +444,10 @@ class Capture:
         return Divided(graph, divides=self._divides, draws=self._draws, shares=self._shares)
 
     def _find_batch(self, graph: NetworkGraph, values: Sequence[Any]) -> None:
-        """If a graph's batches cannot be split, ask once to try dimension 1 for the samples.
+        """If a graph's batches cannot be split, ask to try the other dimension for the samples.
 
-        That is done only for networks with layers that have the batch in dimension 1.
+        That is done only for networks with layers that have the batch in dimension 1: once for
+        dimension 1, and if that does not help, once more to come back to dimension 0.
 
         Args:
             graph: the new graph.
@@ -458,10 +481,11 @@ class Capture:
         return tuple(names)
 
     def own(self, names: Collection[str]) -> None:
-        """Set which tensors stages own from here on: all others become inputs of the network.
+        """Set which tensors stages own; called once the network is cut.
 
-        A parameter that later replaces another one is not what the stages have, so it is an input
-        as well. (A buffer that replaces another one is sent to them.)
+        From here on all other parameters and buffers are inputs of the network. A parameter that
+        later replaces one of ``names`` is not what the stages have, so it is an input too. (A
+        buffer that replaces one is not: the stages are sent its values.)
 
         Args:
             names: dotted names of the parameters and buffers that stages own.
@@ -541,10 +565,10 @@ def _of_python(reason: str | None) -> str | None:
     """The reason of a capture in one line, if it is a value that the user's code looks at.
 
     Args:
-        reason: TorchDynamo's reason, or ``None``.
+        reason: TorchDynamo's reason: the guard that has failed; ``None``: it is not known.
 
     Returns:
-        ``None`` for a reason that is only a mode (training, gradients).
+        ``None`` if the reason is only a mode (training, gradients), or not known.
     """
     if reason is None or any(word in reason for word in _OF_MODES):
         return None

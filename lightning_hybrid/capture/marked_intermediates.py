@@ -20,7 +20,7 @@ from lightning_hybrid._torch.graphs import is_region
 
 
 def _mark(tensor: Tensor) -> Tensor:
-    """Have a tensor require a gradient; in a captured graph this is one operation, the mark."""
+    """Have a tensor require a gradient; returns it. In a captured graph this call is the mark."""
     return tensor.requires_grad_()
 
 
@@ -72,7 +72,8 @@ def may_hide_marks(module: fx.GraphModule) -> bool:
     the graph, although the region may give none.
 
     Args:
-        module: the graph, after `resolve_marks`.
+        module: the graph, after `resolve_marks`. If marks may be missing, it must not be used: the
+            capture is repeated inside of :class:`Marking`.
     """
     parts = [part for part in module.modules() if isinstance(part, fx.GraphModule)]
     nodes = (node for part in parts for node in part.graph.nodes if is_region(node))
@@ -89,7 +90,7 @@ def _resolve(part: fx.GraphModule, given: Iterable[fx.Node]) -> None:
 
     Args:
         part: the graph; changed.
-        given: its placeholders that require a gradient.
+        given: its placeholders whose values require a gradient when it runs.
     """
     # (TorchDynamo's own flags take it that every region gives gradients; a tensor that an operation
     # changes in place has one example in all nodes)

@@ -23,7 +23,10 @@ _default = cast(Any, Tensor.__torch_function__).__func__
 
 
 def refused_class(tensor: Tensor) -> str | None:
-    """Why stages cannot compute with a tensor of this class, in words; ``None``: they can."""
+    """Why stages cannot compute with a tensor of this class; ``None``: they can.
+
+    The text is one for `NotCaptured.reason`, and says what to do instead.
+    """
     kind = type(tensor)
     if _function_of(kind) is None or is_followed(kind):
         return None
@@ -50,14 +53,15 @@ def in_own_classes(result: Any, first: Tensor, given: Mapping[int, Tensor]) -> A
     These are the classes that the results have without stages.
 
     Args:
-        result: what the network has returned: containers with tensors.
+        result: what the network has returned: a tensor, or containers with tensors and other
+            values.
         first: the first argument of a subclass of Tensor, as the user gave it.
         given: all arguments of a subclass, each by the ``id`` of the ordinary tensor (from `plain`)
             that took its place.
 
     Returns:
-        A copy of ``result``. An argument that is returned is the user's tensor again; any other
-        ordinary tensor becomes one of the class of ``first``.
+        ``result`` with other tensors, in copies of its containers. An argument that is returned is
+        the user's tensor again; any other ordinary tensor becomes one of the class of ``first``.
     """
 
     def followed(part: Any) -> Any:

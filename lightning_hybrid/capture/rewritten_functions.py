@@ -34,7 +34,7 @@ def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
 
 
 def _detects_causal_mask(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-    """Replaces torch's test in captured code whether a mask of a transformer is the causal one.
+    """Replaces, in captured code, torch's test whether a transformer's mask is the causal one.
 
     Torch compares the mask's numbers. Here a mask is causal only if ``is_causal`` says so; else it
     is used as it is, which gives the same results, to rounding.
@@ -52,7 +52,10 @@ _jit_isinstance: Any = torch.jit.isinstance
 
 
 def _isinstance(obj: Any, target_type: Any) -> bool:
-    """Replaces `torch.jit.isinstance`: for classes (no generic types) the built-in function."""
+    """Replaces `torch.jit.isinstance`: for classes it is the built-in ``isinstance``.
+
+    Generic types (``List[Tensor]``) are left to torch's own function.
+    """
     kinds = target_type if isinstance(target_type, tuple) else (target_type,)
     if all(isinstance(kind, type) for kind in kinds):
         return isinstance(obj, kinds)
@@ -124,7 +127,11 @@ def _encoder(
 def _as_ever(*given: Any) -> Any:
     """Run the original ``forward`` of an encoder, with the user's setting of the fast path.
 
-    Afterwards the fast path is off again, as captures need it.
+    Called for encoders that run as ordinary Python while another part is captured. Afterwards the
+    fast path is off again, as captures need it.
+
+    Args:
+        given: the encoder, then the arguments of its ``forward`` in order.
     """
     torch.backends.mha.set_fastpath_enabled(_fast)
     try:
@@ -178,8 +185,8 @@ captured_functions = _Captured(
     FREE_CONVOLUTIONS,
     *FREE_SEQUENCES,
 )
-"""A context for captures, in which these functions are replaced by ones that TorchDynamo follows.
+"""A context for captures, in which the listed attributes of torch are replaced, for all threads.
 
-(Those for which no substitution in graphs is possible.) Torch's fast path for transformers is off
-inside.
+TorchDynamo follows the replacements. They are functions for which
+`torch.compiler.substitute_in_graph` does not do. Torch's fast path for transformers is off inside.
 """

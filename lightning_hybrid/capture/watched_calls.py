@@ -24,8 +24,9 @@ class WatchedForward:
     Copies and pickles of the module have the original ``forward``.
 
     Args:
-        handler: called with the module's name, the module, and the positional (a tuple) and keyword
-            (a dictionary) arguments of the call; returns what the call returns.
+        handler: called with four arguments: the module's name, the module, the positional arguments
+            of the call as a tuple, the keyword arguments as a dictionary. What it returns, the call
+            returns.
         name: dotted name of the module.
         module: the module.
         own: the ``forward`` that the user has put on the instance, if there is one.
@@ -107,9 +108,12 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 def candidates(module: nn.Module, names: Iterable[str] | None = None) -> dict[str, nn.Module]:
     """The modules, by dotted name, that may be the network: those whose calls are to be watched.
 
+    They may lie inside of each other, and the LightningModule itself, named "", may be among them.
+
     Args:
         module: the LightningModule.
-        names: dotted names that the user has chosen; ``None``: every module that owns a parameter.
+        names: dotted names that the user has chosen (``network=...``), for these modules alone;
+            ``None``: every module that has a parameter, its own or of a module inside of it.
 
     Raises:
         NetworkNotFoundError: no module owns a parameter, or there is no module of a chosen name.

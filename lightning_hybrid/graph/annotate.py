@@ -87,7 +87,8 @@ def annotate(graph: fx.Graph, attributes: Mapping[str, Any], batch: int) -> Anno
     """Find the effects of all operations of a captured graph, by one run on fake tensors.
 
     Args:
-        graph: a graph from TorchDynamo, in which each node has its ``example_value``.
+        graph: a graph from TorchDynamo, in which ``meta`` of each node has an ``example_value``:
+            the tensor without memory, or the number, that TorchDynamo has found for it.
         attributes: the values of its ``get_attr`` nodes (constants, nested graphs), by name.
         batch: the batch size, which is also taken for each size that depends on values of tensors.
     """
@@ -96,11 +97,15 @@ def annotate(graph: fx.Graph, attributes: Mapping[str, Any], batch: int) -> Anno
 
 
 def arguments_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
-    """The positional and keyword arguments of a node, with values in the place of nodes.
+    """The arguments of a node, with values in the place of nodes.
 
     Args:
         node: the node.
-        values: the values of all nodes that it takes.
+        values: the value of each node that it takes.
+
+    Returns:
+        ``(args, kwargs)``: the positional arguments as a tuple, the keyword arguments as a
+        dictionary.
     """
     args: Any = fx.map_arg(node.args, values.__getitem__)
     kwargs: Any = fx.map_arg(dict(node.kwargs), values.__getitem__)
@@ -132,15 +137,19 @@ FAILURES = (
     AssertionError,
     ArithmeticError,
 )
-"""Errors that may end a run on fake tensors; others (an interrupt) are not caught."""
+"""Errors of an operation in a run on fake tensors that are caught: then nothing is known of it.
+
+Others (an interrupt) are not caught."""
 
 
 def _attention_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Floating-point operations of attention, from shapes (batch, heads, positions, features).
+    """Floating-point operations of attention: two matrix products per head.
 
-    Two matrix products per head, as `FlopCounterMode` counts attention on GPUs.
+    `FlopCounterMode`, which counts attention on GPUs alike, calls this for attention on CPUs.
+
+    The arguments are shapes, as (batch, heads, positions, features).
     """
     batch, heads, positions, features = query
     return 2 * batch * heads * positions * key[2] * (features + value[3])
@@ -268,8 +277,8 @@ def captured_size(number: Any, batch: int) -> int:
 
     Args:
         number: a plain or symbolic number.
-        batch: the value to take for its symbols if the number depends on values of tensors, so that
-            the capture does not tell it.
+        batch: the value to take for all symbols in it, if the number depends on values of tensors,
+            so that the capture does not tell it.
     """
     known = captured_value(number)
     if known is None:
@@ -308,11 +317,11 @@ class _EffectsMode(TorchDispatchMode):
 def _fixed_modes() -> tuple[Any, ...]:
     """The present state of all modes that a stage cannot switch by itself.
 
-    (Gradients and autocast are none of these.)
+    (Gradient mode and autocast are not among them: a stage switches these itself.)
 
     Returns:
-        Whether inference mode is on, the default type, and the levels of function transforms and of
-        derivatives in forward mode.
+        A tuple to compare with others: whether inference mode is on, the default type, the level of
+        function transforms, that of derivatives in forward mode.
     """
     inference, dtype = torch.is_inference_mode_enabled(), torch.get_default_dtype()
     return inference, dtype, functorch_level(), dual_level()

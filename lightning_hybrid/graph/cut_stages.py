@@ -27,7 +27,9 @@ MOST_COMPILED = 64
 
 
 def compiled(code: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a stage's function with ``torch.compile``, once for each set of input sizes.
+    """A stage's function under ``torch.compile``, which compiles it for each set of input sizes.
+
+    It is compiled when it is called, for up to `MOST_COMPILED` sets.
 
     Random layers draw the same numbers as uncompiled, by torch's generators instead of Inductor's
     own (``fallback_random``). Sizes are fixed since for free ones Inductor cannot compile some
@@ -50,12 +52,11 @@ class StageCode:
     """A stage as plain data, for the rank that owns it.
 
     Attributes:
-        code: a function of tensors of the network, then what crosses the cut before the stage, then
-            numbers; returns a list of what crosses the cut after the stage, or of what the network
-            returns.
+        code: a function of `tensors`, then what crosses the cut before the stage, then `numbers`;
+            returns a list of what crosses the cut after the stage, or of what the network returns.
         tensors: dotted names, in the network, of the parameters and buffers that it takes, in
             order.
-        numbers: which of `NetworkGraph.numbers` it takes, by index.
+        numbers: which of `NetworkGraph.numbers` it takes, as indices.
         written: names of the parameters and buffers that it changes in place.
         layers: number of its first layer, and number of its last layer plus one.
         beside: names of further parameters and buffers of the same modules, which this graph does
@@ -87,7 +88,15 @@ class Stage:
     Args:
         code: what it computes.
         network: the network, on this rank.
+        device: where it runs; tensors are not moved there (see `move`).
+
+    Attributes:
+        written: names of the parameters and buffers that a call changes in place.
+        layers: number of its first layer, and number of its last layer plus one.
+        tensor_names: names of its parameters and buffers, as `StageCode.owned`.
+        checkpointed: whether a part of it is under activation checkpointing.
         device: where it runs.
+        compiled: whether calls run through ``torch.compile``.
     """
 
     def __init__(self, code: StageCode, network: nn.Module, device: torch.device) -> None:
@@ -107,7 +116,10 @@ class Stage:
         self.compiled = False
 
     def compile_code(self) -> None:
-        """Make later calls run through ``torch.compile``."""
+        """Make later calls run through ``torch.compile``; recurrent layers stay uncompiled.
+
+        No effect if that is so already.
+        """
         if not self.compiled:
             self.compiled = True
             # (AOTAutograd fails to save what the backward of a recurrent layer needs, torch 2.13)
@@ -134,7 +146,8 @@ class Stage:
         """Run the layers of this stage with given parameters and buffers.
 
         Args:
-            tensors: the parameters and buffers, in the order of `StageCode.tensors`.
+            tensors: the parameters and buffers, in the order of `StageCode.tensors`; for those of
+                the network see `taken`.
             values: what crosses the cut before it, as in `__call__`.
             numbers: the values of all `NetworkGraph.numbers`, as in `__call__`.
 
@@ -145,7 +158,10 @@ class Stage:
         return result
 
     def taken(self) -> dict[str, Tensor]:
-        """The network's present tensors that a call takes, by name, in the order for `run_with`."""
+        """The network's present parameters and buffers that a call takes, by name.
+
+        They are in the order of `run_with`.
+        """
         return dict(zip(self._takes, self._tensors()))
 
     def _tensors(self) -> list[Tensor]:
@@ -153,7 +169,7 @@ class Stage:
         return [table[key] for table, key in self._taken_from]
 
     def changed(self) -> dict[str, Tensor]:
-        """The parameters and buffers that a call changes in place, by name."""
+        """The network's present parameters and buffers that a call changes in place, by name."""
         return {name: tensor for name, tensor in self.taken().items() if name in self.written}
 
     def _tensor(self, name: str) -> Tensor:
@@ -165,10 +181,11 @@ class Stage:
     def instead(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """A context in which the network holds other parameters and buffers, which calls then take.
 
-        On exit it has its own ones back.
+        On exit the network holds the tensors that it held before.
 
         Args:
-            tensors: by name, the tensors to put into the network; the names must be of this stage.
+            tensors: the tensors to put into the network, by name; each name must be one of
+                ``tensor_names``.
         """
         before = {name: self._tensor(name) for name in tensors}
         try:
@@ -186,7 +203,10 @@ class Stage:
         """Move the parameters (with gradients) and buffers of this stage to another device.
 
         These are the network's own: parameters stay the same objects, buffers are replaced in their
-        modules.
+        modules. Deferred tensors get their numbers first.
+
+        Raises:
+            DeferredError: another rank owns one of the tensors.
         """
         named = (*self.named_parameters(), *self.named_buffers())
         materialize([tensor for _, tensor in named])
@@ -198,32 +218,35 @@ class Stage:
         self._put({name: buffer.to(device) for name, buffer in self.named_buffers()})
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The network's parameters that this stage uses, under their names in the network."""
+        """The network's parameters among ``tensor_names``, each as (dotted name, tensor)."""
         return ((name, t) for name, t in self._named() if isinstance(t, nn.Parameter))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The network's buffers that this stage uses, under their names in the network."""
+        """The network's buffers among ``tensor_names``, each as (dotted name, tensor)."""
         return ((name, t) for name, t in self._named() if not isinstance(t, nn.Parameter))
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self._tensor(name)) for name in self._places)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The network's parameters that this stage uses."""
+        """The network's parameters among ``tensor_names``."""
         return (value for _, value in self.named_parameters())
 
     @property
     def buffer_names(self) -> tuple[str, ...]:
-        """Dotted names, in the network, of the buffers that this stage uses."""
+        """The names of buffers among ``tensor_names``."""
         return tuple(name for name, _ in self.named_buffers())
 
 
 def _place(network: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a network holds a parameter or buffer: the dictionary of its module, and the key there.
+    """Where a network holds a parameter or buffer.
 
     Args:
         network: the network.
         name: dotted name of the parameter or buffer.
+
+    Returns:
+        The dictionary of parameters or of buffers of its module, and the key there.
     """
     owner, _, key = name.rpartition(".")
     parameters, buffers = tables(network.get_submodule(owner))
@@ -250,17 +273,17 @@ def cut(
         partitions: all partitions of it, from `network_partitions`.
         boundaries: rising numbers of the partitions with which stages 1, 2 ... begin; empty: one
             stage.
-        device: the device of the capture, which each rank replaces by its own; by default
-            `NetworkGraph.device`.
-        collects: whether to add a last stage without layers, which collects the outputs where
-            several ranks run copies of the stage before it.
+        device: the device of the capture; where the code names it, each rank puts its own. By
+            default `NetworkGraph.device`.
+        collects: whether to add a last stage without layers, on the driver, which collects the
+            outputs. It is needed where the stage before it has copies.
 
     Returns:
         The stages in order.
 
     Raises:
         NetworkError: the boundaries are out of order or out of range, or outputs cannot be sent to
-            that last stage.
+            the stage that collects them.
     """
     if list(boundaries) != sorted(set(boundaries)) or not all(
         0 < boundary < len(partitions) for boundary in boundaries
@@ -274,9 +297,12 @@ def cut(
 
 
 def collecting(graph: NetworkGraph) -> list[int]:
-    """The position, in a list for `cut_at`, of a last stage without layers.
+    """The position of a last stage without layers, which collects the outputs on the driver.
 
-    Such a stage collects the outputs where several ranks run copies of the stage before it.
+    Such a stage is needed where the stage before it has copies.
+
+    Returns:
+        A list with this position alone, to append to the positions for `cut_at`.
 
     Raises:
         NetworkError: an output cannot be sent to another rank.
@@ -299,8 +325,8 @@ def cut_at(
         graph: the captured network.
         positions: for stages 1, 2 ... the number of the first layer, never decreasing. It is not
             checked that cuts are allowed there.
-        device: the device of the capture, which each rank replaces by its own; by default
-            `NetworkGraph.device`.
+        device: the device of the capture; where the code names it, each rank puts its own. By
+            default `NetworkGraph.device`.
 
     Returns:
         The stages in order.
@@ -322,10 +348,10 @@ def cut_at(
 
 
 def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> list[StageCode]:
-    """Copies of the stages with `StageCode.beside` filled in.
+    """The stages again, as new objects in which `StageCode.beside` is filled in.
 
-    A parameter or buffer that no stage takes belongs to the first stage that takes another one of
-    the same module; if there is none, to no stage.
+    A parameter or buffer that no stage takes belongs to the first stage that takes another tensor
+    of the same module. If no stage takes one, it belongs to no stage.
     """
     taken = {name for stage in stages for name in stage.tensors}
     # unused tensors of a module belong to the first stage that uses one of the module's
@@ -386,11 +412,15 @@ def _stage(
 
 
 def compute_whole(graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
-    """Run a captured graph on this rank as one stage; returns what the graph returns.
+    """Run a captured graph on this rank as one stage; returns what the graph returns, in order.
+
+    Called for a graph that is not cut, and in a rehearsal of a training step.
 
     Args:
         graph: the captured network.
-        values: the arguments of the graph in this call, parameters and buffers among them.
+        values: the arguments of the graph in this call, in the order of its placeholders.
+        Parameters
+            and buffers are among them; those in the network itself are not looked at.
     """
     # as one stage: the same code, in the same order, as stages would run it
     code = cut_at(graph, [])[0]

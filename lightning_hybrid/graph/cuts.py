@@ -25,7 +25,7 @@ class Cuts:
         self._made: dict[fx.Node, int] = dict.fromkeys(graph.inputs, -1)
         self._last_use: dict[fx.Node, int] = {}
         self.reads: list[set[fx.Node]] = []
-        """per layer: the inputs, and results of earlier layers, that it takes"""
+        """per layer: the nodes that it takes: inputs of the graph, and results of earlier layers"""
         spans: dict[str, tuple[int, int]] = {}
         # a tensor crosses all cuts between the layer that makes it and the last one that takes it
         for index, layer in enumerate(graph.layers):
@@ -105,7 +105,10 @@ class Cuts:
         return sorted(nodes, key=self._order.__getitem__)
 
     def parts_weights(self, position: int) -> bool:
-        """Whether a tensor that is computed from weights alone would cross a cut at a position."""
+        """Whether a tensor that is computed from weights alone would cross a cut at a position.
+
+        A cut there is allowed, but other positions are better.
+        """
         return any(made < position <= last for made, last in self._made_weights)
 
     def bytes(self, position: int) -> int:
@@ -119,7 +122,10 @@ class Cuts:
         return sum(graph.info[node].bytes for node in nodes if node in graph.info)
 
     def refusal(self, position: int) -> str | None:
-        """Why the network must not be cut at a position, in words; ``None``: a cut is allowed."""
+        """Why the network must not be cut at a position; ``None``: a cut is allowed.
+
+        The text is a clause, such as "no tensor crosses", for messages like "cannot cut here: ...".
+        """
         layers = self.graph.layers
         if position == 0:  # in a further graph of a network, first stages may have no layers
             return self._does_not_travel(position)

@@ -47,8 +47,8 @@ class TensorInfo:
     """Shape and type of a tensor in the graph, known before the tensor is computed.
 
     Attributes:
-        shape: the shape in the captured call, where a size that depends on values of tensors counts
-            as the batch size; empty for a sparse or nested tensor.
+        shape: the shape in the captured call; where a size depends on values of tensors, the batch
+            size stands for it. Empty for a sparse or nested tensor.
         dtype: its type.
         free: whether its shape follows from the sizes of the inputs alone (and not from values).
         is_strided: whether it is neither sparse nor nested.
@@ -103,7 +103,7 @@ class Leaf:
 
     Attributes:
         node: its placeholder in the graph.
-        rows: the dimension of the batch's samples, along which it is split; ``None``: every
+        rows: the dimension of the batch's samples, along which the value is split; ``None``: every
             micro-batch gets the whole value.
         number: whether it is a Python number that changes between calls; it is sent as a tensor.
         made: whether the prologue computes it, on the driver and for all samples; else it comes
@@ -148,19 +148,19 @@ class NetworkGraph:
             no size is free.
         shared: names of the parameters and buffers of the network that exist on all ranks.
         differentiable: whether gradients were switched on when it was captured.
-        meets: why its batches cannot be split into micro-batches, in words (a result depends on
-            several samples); ``None``: they can.
+        meets: why its batches cannot be split into micro-batches (a result depends on several
+            samples), as a clause; ``None``: they can.
         split_by: how it is known that its batches may be split, with the shares of the load that
             prologue and tail have, in a few words: "proof, tail 0.3%".
-        tried: operations (with their modules) for which there is no proof that they keep samples
-            apart, only a passed trial; see :mod:`lightning_hybrid.graph.row_trial`.
+        tried: texts from `place_of` for the operations for which there is no proof that they keep
+            samples apart, only a passed trial; see :mod:`lightning_hybrid.graph.row_trial`.
         divided: whether this is the heavy part of a network, whose prologue and tail the driver
             computes; see :mod:`lightning_hybrid.graph.three_parts`.
         rows: per node of `tensor_outputs`, the dimension of the samples; ``None``: the output is
             the same in all micro-batches.
-        no_shares: why a micro-batch cannot compute its share of the loss by itself, in words, so
-            that no backward may begin before the call has ended; empty: each can
-            (:mod:`lightning_hybrid.graph.loss_terms`).
+        no_shares: why a micro-batch cannot compute its share of the loss by itself, as a clause, so
+            that no backward may run inside of the call; empty: each micro-batch can
+            (:mod:`lightning_hybrid.graph.loss_terms`). `1f1b` needs that.
     """
 
     network: nn.Module
@@ -260,7 +260,7 @@ class NetworkGraph:
 
     @cached_property
     def used(self) -> frozenset[str]:
-        """Names of the parameters and buffers that a layer takes."""
+        """Names of the parameters and buffers that the layers take."""
         empty = frozenset[str]()
         return empty.union(*(layer.parameters | layer.buffers for layer in self.layers))
 
@@ -286,13 +286,19 @@ class NetworkGraph:
         )
 
     def place_of(self, node: fx.Node) -> str:
-        """The name of a node, and of the module whose code calls it, as text for messages."""
+        """A node in the words of messages: "'conv2d' (of module 'stem.conv')".
+
+        The module is the one whose code calls the node; it is left out if it is not known.
+        """
         layer = next((y for y in self.layers if node is y.node or node in y.parts), None)
         module = f" (of module {layer.module!r})" if layer is not None and layer.module else ""
         return f"{node.name!r}{module}"
 
     def is_scalar(self, node: fx.Node) -> bool:
-        """Whether a node is a number that each stage computes itself, and not in `numbers`."""
+        """Whether a node is a number that each stage computes itself, where it needs it.
+
+        Those in `numbers`, which the driver computes, are not.
+        """
         return bool(node.meta.get("scalar") and not node.meta.get("number"))
 
     # ------------------------------------------------------------------ a call
@@ -324,7 +330,7 @@ class NetworkGraph:
 
     @cached_property
     def _where_batch_is(self) -> list[tuple[int, int]]:
-        """For each leaf that has the batch size: its index in `leaves`, that dimension."""
+        """For each leaf whose size is the batch size: (index in `leaves`, dimension)."""
         found = []
         for number, leaf in enumerate(self.leaves):
             if leaf.rows is not None:
@@ -362,7 +368,11 @@ class NetworkGraph:
         return found
 
     def values_of_numbers(self, sizes: SizesOfSymbols) -> tuple[Any, ...]:
-        """The values of `numbers`, in order, for the values of size symbols from `sizes`."""
+        """The values of `numbers`, in order.
+
+        Args:
+            sizes: the values of the size symbols, as the method `sizes` returns them.
+        """
         return tuple(value_with(node.meta["example_value"], sizes) for node in self.numbers)
 
     def given(self, values: Sequence[Any]) -> dict[fx.Node, Any]:
@@ -371,7 +381,7 @@ class NetworkGraph:
         These are the inputs, and the numbers and shapes that follow from the sizes of the inputs.
 
         Args:
-            values: the arguments of the graph in this call.
+            values: the arguments of the graph in this call, in the order of its placeholders.
 
         Returns:
             Per node its value.
@@ -393,7 +403,8 @@ class NetworkGraph:
         """Split the tensors of `bind` into micro-batches, sized as by `torch.Tensor.chunk`.
 
         Args:
-            leaves: the tensors of a call.
+            leaves: the tensors of a call. It is not checked that the batch may be split: see
+                `why_whole`.
             microbatches: how many are wanted; as with ``chunk`` there may be fewer.
 
         Returns:
@@ -437,10 +448,11 @@ class NetworkGraph:
 
     @cached_property
     def uncuttable(self) -> str | None:
-        """The first operation that may call the user's Python, as text; ``None``: none may.
+        """The first operation that may call the user's Python; ``None``: no operation may.
 
-        Such an operation (one that takes functions, for instance) calls the user's Python each time
-        it runs. Only the driver has that Python, so the network cannot be cut into stages.
+        The text is for messages: its name, and in brackets that of its node. Such an operation (one
+        that takes functions, for instance) calls the user's Python each time it runs. Only the
+        driver has that Python, so the network cannot be cut into stages.
         """
         for node in self.graph.nodes:
             name = higher_order_name(node.target)
@@ -496,7 +508,9 @@ def reached(start: Iterable[NodeT], following: Callable[[NodeT], Iterable[NodeT]
 
 
 def why_whole(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
-    """Why a batch must not be split into micro-batches, in words; ``None``: it may be split.
+    """Why a batch must not be split into micro-batches; ``None``: it may be split.
+
+    The text is a clause, such as "its inputs have several batch sizes".
 
     Args:
         graph: the captured network.
@@ -524,7 +538,10 @@ def fits(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> bo
 
 
 def _misfit(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) -> str | None:
-    """Why the graph does not hold for the parts of a batch; ``None``: it does; see `fits`."""
+    """Why the graph does not hold for the parts of a batch, as a clause; ``None``: it does.
+
+    For the arguments see `fits`.
+    """
     if graph.batch_of(leaves) is None:
         return "its inputs have several batch sizes"
     parts = graph.split(leaves, microbatches)
@@ -537,7 +554,7 @@ def _misfit(graph: NetworkGraph, leaves: Sequence[Tensor], microbatches: int) ->
 
 
 def _parts(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
-    """Split a tensor into the parts of micro-batches, which have its ``requires_grad``.
+    """Split a tensor into the parts of micro-batches, with the ``requires_grad`` of the tensor.
 
     Where gradients are switched off, torch gives a view the ``requires_grad`` of the tensor that
     owns the memory, which can differ from that of ``tensor`` if ``tensor`` is a view itself: then
@@ -545,8 +562,8 @@ def _parts(tensor: Tensor, rows: Rows, sizes: Sequence[int]) -> list[Tensor]:
 
     Args:
         tensor: of the whole batch.
-        rows: the dimension of its samples.
-        sizes: how many samples each micro-batch has.
+        rows: the dimension of its samples; its ``outer`` must be 1.
+        sizes: how many samples each micro-batch has, together all samples.
     """
     parts = slices(tensor, rows, sizes)
     if all(part.requires_grad == tensor.requires_grad for part in parts):
@@ -614,7 +631,7 @@ def joined(parts: Sequence[Tensor], rows: Rows) -> Tensor:
 
     Args:
         parts: one tensor per micro-batch, in order.
-        rows: the dimension of their samples.
+        rows: the dimension of their samples; its ``outer`` must be 1.
     """
     first, dim = parts[0], rows.dim
     if first.is_contiguous() or first.layout is not torch.strided:

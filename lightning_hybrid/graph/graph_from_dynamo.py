@@ -33,8 +33,12 @@ def describe(
 ) -> NetworkGraph:
     """Make a `NetworkGraph` of what TorchDynamo has captured.
 
+    Must be called in the gradient mode of the call. Whether samples meet is not found out here (see
+    `Divided`), so the result says that batches cannot be split.
+
     Args:
-        module: the captured graph, with an example value for each node.
+        module: the captured graph, with an example value for each node. Its nodes are marked in
+            their ``meta`` ("scalar", "number", "shape").
         network: the module that was captured.
         names: per placeholder, the dotted name of the parameter or buffer that is its value in this
             call; ``None``: it is neither.
@@ -71,13 +75,13 @@ def _of_batch(
     one. (Whether these dimensions hold samples, and whether samples meet, is found out later.)
 
     Args:
-        arguments: per argument, and then per dimension: the size in the graph, its value in this
-            call.
-        dim: the dimension.
+        arguments: per argument, and then per dimension: (size in the graph, its value in this
+            call).
+        dim: the dimension of the first argument that holds the samples.
 
     Returns:
-        The symbols, that of the first argument first, and the batch size. If no size is free: no
-        symbols, and ``None``.
+        ``(symbols, batch size)``, the symbol of that first argument first; ``((), None)`` if no
+        size is free.
     """
     free = [sizes[dim] for sizes in arguments if len(sizes) > dim and is_symbol(sizes[dim][0])]
     same = []
@@ -98,7 +102,7 @@ def describe_part(
     Args:
         whole: the captured network, of which the effects of all operations are known.
         graph: the part: copies of some operations of ``whole``, and operations that are no copies,
-            which must only make new tensors.
+            which must only make new tensors. Its nodes are marked as in `describe`.
         copies: per node of ``whole`` that is in the part, its copy in ``graph``.
     """
     tensors = {copies[n]: name for n, name in whole.tensors.items() if n in copies}
@@ -340,7 +344,10 @@ def rows_of_input(node: fx.Node, symbols: Collection[Any]) -> Rows | None:
 
 
 def _beside(layer: Layer, other: Layer) -> Layer:
-    """A copy of ``layer`` that counts as a layer of the module of ``other``."""
+    """A copy of ``layer`` that counts as a layer of the module of ``other``.
+
+    A cut between the two would then divide this module, so that other places for it are better.
+    """
     return replace(layer, module=other.module, is_module=other.is_module)
 
 

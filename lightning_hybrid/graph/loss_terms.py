@@ -50,7 +50,7 @@ from lightning_hybrid.graph.rows import Rows
 class NoSum(Exception):
     """Raised if a loss is not a sum of terms of single samples, or is not known to be one.
 
-    Its text says why.
+    Its text says why, as a clause for `NetworkGraph.no_shares`; "it" is the network.
     """
 
 
@@ -139,7 +139,7 @@ class _TailOperator:
 
 
 def _needed(steps: Sequence[_TailOperator], results: Iterable[int]) -> list[_TailOperator]:
-    """Those of the recorded steps, in order, that are needed to compute some tensors.
+    """Those of the recorded operators, in order, that are needed to compute some tensors.
 
     Args:
         steps: recorded operators, in the order of their calls.
@@ -198,7 +198,10 @@ class _TailRecorder(Labelling):
         return self._kept[number]
 
     def sums(self, tensor: Tensor) -> frozenset[int]:
-        """Numbers of the Sums (`MadeOf.SUM`) that a tensor is computed from; of a Sum its own."""
+        """Numbers of the Sums (`MadeOf.SUM`) that a tensor is computed from.
+
+        Of a Sum it is its own number; empty for all else but `MadeOf.AFTER`.
+        """
         if self.kind(tensor) is MadeOf.SUM:
             return frozenset([self.number(tensor)])
         return self._followed.get(id(tensor), frozenset())
@@ -243,10 +246,10 @@ class _TailRecorder(Labelling):
         return alone and self._numbers.get(id(tensor)) in self._made
 
     def _are_rows(self, outs: Sequence[Any]) -> bool:
-        """Whether a micro-batch can compute all of these, each for its own samples alone.
+        """Whether each micro-batch can compute its own samples of all these tensors by itself.
 
-        That is so for tensors with one dimension of samples, in the order of the batch; not for an
-        empty sequence.
+        That is so for tensors with one dimension of samples, in the order of the batch. It is not
+        so if there are no tensors, or if one of ``outs`` is no tensor.
         """
         labels = [self.label(out) if isinstance(out, Tensor) else None for out in outs]
         rows = [one for one in labels if isinstance(one, Rows) and one.plain and one.outer == 1]
@@ -281,8 +284,9 @@ class _TailRecorder(Labelling):
     def know(self, tensor: Tensor) -> int:
         """Note a tensor as `MadeOf.KNOWN`, computed once for all samples; returns its number.
 
-        If its shape depends on the batch it is split for micro-batches along the dimension of its
-        samples; if it has no such dimension, it is noted as `MadeOf.MEET` instead.
+        Its label must have been set before. If its shape depends on the batch, it is split for
+        micro-batches along the dimension of its samples; if it has no such dimension, it is noted
+        as `MadeOf.MEET` instead.
         """
         number = self.take(tensor, MadeOf.KNOWN)
         if not any(self.depends(size) for size in tensor.shape):
@@ -295,6 +299,9 @@ class _TailRecorder(Labelling):
         self, func: Any, types: Any, call: OperatorArguments, outs: Sequence[Tensor]
     ) -> bool:
         """If a call is a sum or mean over samples, record it as a Sum; returns whether it is one.
+
+        Other results of the call are then noted as `MadeOf.MEET`. If it is no such sum or mean,
+        nothing is recorded.
 
         Args:
             func: the operator that was called: a reduction, or a loss with one.
@@ -422,8 +429,8 @@ class Loss:
     Attributes:
         node: the node of the scalar.
         known: nodes computed from the inputs alone whose values shares are computed from.
-        changes: nodes that change tensors computed from the inputs alone in place; they must run
-            before any share is computed.
+        changes: nodes that change in place tensors that are computed from the inputs alone; the
+            caller must run them before `of`.
 
     Raises:
         NoSum: there is no such scalar, or it is not known that there is.
@@ -567,7 +574,7 @@ class Loss:
             outputs: nodes of the tail that the network returns.
 
         Raises:
-            NoSum: there is none, or there are several, or samples meet on another way.
+            NoSum: there is no such node, outputs have several Sums, or samples meet on another way.
         """
         record, graph = self._record, self._graph
         found: set[int] = set()
@@ -590,7 +597,7 @@ class Loss:
         """Compute, for all samples of a call, the Known tensors that shares need.
 
         Args:
-            found: the value of each node in ``known`` in this call.
+            found: the value of each node of ``known`` in this call; other nodes may be in it too.
             values: the arguments of the captured graph in this call.
 
         Returns:
@@ -610,7 +617,7 @@ class Loss:
         """Cut Known tensors (computed from inputs alone) down to the samples of one micro-batch.
 
         Args:
-            known: such tensors of the whole batch, by number.
+            known: such tensors of the whole batch, by the number that they were recorded under.
             samples: how many samples each micro-batch has.
             number: index of the micro-batch.
 
@@ -633,12 +640,13 @@ class Loss:
         whole: SizesOfSymbols,
         samples: int,
     ) -> Tensor:
-        """Compute the share of one micro-batch: a scalar with gradients to ``outputs``.
+        """Compute the share of one micro-batch: a scalar, differentiable by ``outputs``.
 
         Args:
             values: the Known tensors of the micro-batch from `parts_of`; all else that is computed
                 is added.
-            outputs: what the heavy part has returned for the micro-batch.
+            outputs: what the heavy part has returned for the micro-batch, in the order of
+                ``taken``.
             whole: values of the size symbols in the whole batch.
             samples: how many samples the micro-batch has.
         """
@@ -673,21 +681,22 @@ class LossOfCall:
 
     @property
     def learns(self) -> bool:
-        """Whether something else than outputs of stages needs a gradient of this loss.
+        """Whether the loss must give a gradient to something else than the outputs of the stages.
 
-        (A tensor that shares are computed from, made of inputs alone.) Backwards of shares do not
-        compute it.
+        That is a tensor computed from inputs alone, such as weights of classes that are an input.
+        Backwards of shares do not compute its gradient, so backwards must not run inside of the
+        call then.
         """
         return any(tensor.requires_grad for tensor in self._known.values())
 
     def share(self, outputs: Sequence[Tensor], samples: Sequence[int], number: int = 0) -> Tensor:
-        """Compute the share of one micro-batch: a scalar with gradients to ``outputs``.
+        """Compute the share of one micro-batch: a scalar, differentiable by ``outputs``.
 
         The shares of all micro-batches add up to the loss of the call.
 
         Args:
-            outputs: what the heavy part has returned for this micro-batch.
-            samples: how many samples each micro-batch has.
+            outputs: what the heavy part has returned for this micro-batch, in order.
+            samples: how many samples each micro-batch has; one number is the whole batch.
             number: index of this micro-batch.
         """
         values = self._loss.parts_of(self._known, samples, number)
@@ -695,7 +704,10 @@ class LossOfCall:
 
 
 def _without_autocast() -> ExitStack:
-    """A context in which autocast is off: the casts that it makes were recorded as operators."""
+    """A context in which autocast is off on all devices.
+
+    Recorded operators are run in it: the casts that autocast makes are among them.
+    """
     stack = ExitStack()
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         stack.enter_context(torch.autocast(device, enabled=False))

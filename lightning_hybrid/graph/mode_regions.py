@@ -60,13 +60,13 @@ def modes_of(graph: NetworkGraph) -> list[OpenModes]:
 class Copier:
     """Copies operations of a captured graph, and the scalars that they need, into a new graph.
 
-    Call `add` for each operation, then `finished`.
+    Call `add` for each operation in the order of the graph, then `finished` once.
 
     Args:
         graph: the captured network.
         taken: the nodes that become placeholders of the new graph, in order.
-        as_tensors: those of ``taken`` that are Python numbers, and that the new graph gets as
-            tensors.
+        as_tensors: those of ``taken`` that are Python numbers in the captured graph, and that the
+            new graph is given as tensors of one number (leaves with `Leaf.number`).
     """
 
     def __init__(
@@ -92,7 +92,10 @@ class Copier:
         self._copies[node] = self._graph.node_copy(node, self._copy)
 
     def finished(self, outputs: Sequence[fx.Node]) -> fx.Graph:
-        """Complete the new graph: switch the modes back, return copies of ``outputs``.
+        """Complete the new graph: switch the modes back, and return the copies of ``outputs``.
+
+        Args:
+            outputs: nodes of the captured graph, whose values the new graph returns as a list.
 
         Returns:
             The new graph.

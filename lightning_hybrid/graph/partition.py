@@ -28,7 +28,8 @@ class NetworkPartition:
     """Consecutive layers that are always on the same device.
 
     Attributes:
-        name: dotted name of its first module.
+        name: dotted name of its first module; with "#2", "#3" ... behind it where that module
+            begins several partitions.
         start: number of its first layer in the graph.
         stop: number of its last layer plus one.
         layers: names of its layers' nodes.
@@ -36,8 +37,8 @@ class NetworkPartition:
         parameters: dotted names of its parameters.
         flops: floating-point operations of one forward at the captured batch size: its load.
         output_bytes: bytes of all that crosses a cut after it, at the captured batch size.
-        refused: (module name, reason in words) of each place inside it where a cut would be best
-            but is not allowed.
+        refused: for each place inside it where a cut would be best but is not allowed: (name of the
+            module behind it, reason as from `Cuts.refusal`).
     """
 
     name: str
@@ -63,7 +64,8 @@ def network_partitions(
     Args:
         graph: the captured network.
         whole_blocks: whether to leave each item of a list of modules ("layers.3", and all inside of
-            it) undivided: code mostly checkpoints or repeats such items as a whole.
+            it) undivided, as code mostly checkpoints or repeats such items as a whole. It is for a
+            network that an evaluation cuts, so that training can use the same cuts.
     """
     cuts = Cuts(graph)
     heavy = _heavy_layers(graph, cuts)
@@ -117,7 +119,10 @@ def _is_table(layer: Layer) -> bool:
 
 
 def _same_module(one: Layer, other: Layer) -> bool:
-    """Whether the modules of two layers are the same, or one contains the other."""
+    """Whether the modules around two layers are the same, or one contains the other.
+
+    The module around a layer has submodules: around a convolution it is the block that holds it.
+    """
     pairs = zip(_scope(one), _scope(other))
     return all(a == b for a, b in pairs)
 
@@ -125,9 +130,10 @@ def _same_module(one: Layer, other: Layer) -> bool:
 def _heavy_layers(graph: NetworkGraph, cuts: Cuts) -> list[int]:
     """Numbers of the heavy layers: those that compute with weights, and embedding tables.
 
-    A pointwise layer (linear, or a convolution of kernel size 1) does not count if another heavy
-    layer of the same or a containing module reads all that it reads: the shortcut of a residual
-    block, or the projections to queries, keys and values of attention.
+    A pointwise layer (linear, or a convolution of kernel size 1) does not count if a heavy layer
+    beside it, which stands before it or is not pointwise, reads all that it reads: the shortcut of
+    a residual block, or the projections to keys and values of attention. (Beside it: `_same_module`
+    is true of the two.)
 
     Args:
         graph: the captured network.
@@ -174,8 +180,9 @@ def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[
         last: the last position to look at.
 
     Returns:
-        The best position at which a cut is allowed, and ``None``. If none is allowed: the position
-        that would be best, and why a cut there is not allowed, in words.
+        ``(position, None)``: the best position at which a cut is allowed. If no cut is allowed,
+        ``(position, reason)``: the position that would be best, and why a cut there is not allowed,
+        as from `Cuts.refusal`.
     """
 
     def merit(position: int) -> tuple[bool, int, int]:
@@ -195,7 +202,8 @@ def _opened(graph: NetworkGraph, position: int) -> list[str]:
     """Names of the modules that a cut at a position divides, from the outermost inwards.
 
     A module is divided if it has layers on both sides of the cut. Each name is that of the module
-    in the one before it ("layers", then "3"); the network itself is left out.
+    in the one before it ("layers", then "3"); the network itself is left out. Empty for the first
+    and the last position.
     """
     if not 0 < position < len(graph.layers):  # in a further graph a stage may have no layers
         return []
@@ -243,7 +251,8 @@ def find_boundary(partitions: Sequence[NetworkPartition], name: str, prefix: str
 
     Args:
         partitions: from `network_partitions`.
-        name: dotted name of a module in the network: a layer, or one that holds layers ("layer3").
+        name: dotted name of a module in the network: that of one layer, or one that holds layers
+            ("layer3"); or the name of a partition.
         prefix: what error messages put before the names ("net.").
 
     Returns:
@@ -309,12 +318,14 @@ class CannotFollow(Exception):
     """Raised if a further graph of a network has no cuts that suit the stages of the first graph.
 
     No cuts leave each stage with parameters and buffers of its own only, or such a cut is not
-    allowed.
+    allowed. The text says why, as a clause in which "it" is the network.
     """
 
 
 def cuts_for_owned(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list[int]:
     """Find positions to cut a further graph, so that each stage uses only tensors that it has.
+
+    Called when a network that is cut already is captured again.
 
     Args:
         graph: of a network whose stages exist already, captured for another value or mode.
@@ -365,7 +376,7 @@ def cuts_for_owned(graph: NetworkGraph, owned: Sequence[frozenset[str]]) -> list
 
 
 def _homes(names: frozenset[str], owned: Sequence[frozenset[str]]) -> set[int]:
-    """The stages that own all these tensors; if no stage owns all, the stages that own some.
+    """Numbers of the stages that own all of some tensors; if there are none, of those that own one.
 
     Args:
         names: the parameters and buffers of a layer.

@@ -21,7 +21,10 @@ _ORIGINAL: dict[str, Any] = {name: getattr(_functions, name, None) for name in _
 
 
 def _instead_of(name: str) -> Callable[..., Any]:
-    """Make the function that replaces torch's recurrent operation ``name``; same arguments."""
+    """Make the function that replaces torch's recurrent operation ``name`` during captures.
+
+    It has the arguments and results of torch's function, positional arguments only.
+    """
 
     def layer(*args: Any) -> Any:
         return _computed(name, args)
@@ -36,7 +39,7 @@ lstm, gru, rnn_tanh, rnn_relu = RECURRENT = tuple(_INSTEAD.values())
 """All replacements (lstm, gru, rnn_tanh, rnn_relu), as the nodes of captured graphs call them."""
 
 FREE_SEQUENCES = [(_functions, name, instead) for name, instead in _INSTEAD.items()]
-"""(owner, name, replacement) of each function that must be replaced during captures."""
+"""(owner, name of its attribute, replacement) of each function to be replaced during captures."""
 
 
 def _computed(name: str, args: tuple[Any, ...]) -> Any:
@@ -55,8 +58,9 @@ def _shapes(name: str, value: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, ..
 
     Args:
         name: of the operation ("lstm").
-        value: the input, a fake tensor (time first, or the batch first if ``args[8]``).
-        args: all arguments of the operation, ``value`` first.
+        value: the input, a fake tensor; its dimension 0 is time, or 1 if ``args[8]``
+            (``batch_first``).
+        args: all arguments of the operation, in torch's order, ``value`` first.
     """
     time = 1 if args[8] else 0
     outputs, *states = _ORIGINAL[name](value.narrow(time, 0, 1), *args[1:])

@@ -90,11 +90,12 @@ class Followed:
     cannot reproduce.
 
     Attributes:
-        labels: per node, the labels of the tensors in its result, in order; none for numbers.
-        why: per node in which samples first meet, or may meet, the reason.
+        labels: per node, the labels of the tensors in its result, in order; empty for numbers.
+        why: per node in which samples first meet, or may meet, the reason. (In nodes computed from
+            these they have met too, without an entry.)
         tried: nodes that no rule covers and that have passed a trial: custom operators, and calls
             of an ``autograd.Function``.
-        prologue: those of ``early`` that must be computed for all samples at once.
+        prologue: those nodes of ``early`` that must be computed for all samples at once.
         numbers: nodes that are numbers read from the values of samples.
         early: nodes that are computed from the inputs alone, without weights.
     """
@@ -111,7 +112,10 @@ class Followed:
         return MEET in self.labels.get(node, ()) or node in self.numbers
 
     def label(self, node: fx.Node) -> Label:
-        """Where the samples are in a node that is one tensor; ``None`` for any other node."""
+        """Where the samples are in a node that is one tensor.
+
+        ``None`` if they are nowhere in it, and for a node that is a number or several tensors.
+        """
         labels = self.labels.get(node, ())
         return labels[0] if len(labels) == 1 else None
 
@@ -236,7 +240,7 @@ class _Walk:
 
         Args:
             node: the operation, which has run.
-            arguments: its positional and keyword arguments.
+            arguments: ``(args, kwargs)``: its positional and its keyword arguments.
             given: the tensors among them.
 
         Returns:
@@ -272,7 +276,7 @@ class _Walk:
 
         Args:
             node: a node that has run, and whose results are labelled by rules.
-            why: the reason for which samples meet in it, or may; ``None``: there is none.
+            why: the reason for which samples meet in it, or may; ``None``: the rules give none.
         """
         run = self._run
         tensors = [unwrapped(tensor) for _, tensor in tensors_in(self._values[node])]
@@ -335,6 +339,9 @@ class _Walk:
         Args:
             node: the node.
             tensors: the tensors in its result.
+
+        Returns:
+            Whether it can. If not, nothing is noted.
         """
         labels = list(map(self._run.by_shape, tensors))
         is_tensor = isinstance(self._values[node], Tensor)  # (else ask its parts)
@@ -348,7 +355,10 @@ class _Walk:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context in which torch logs no failures of fake tensors: here they are no errors."""
+    """A context in which torch does not log that operations fail on fake tensors.
+
+    Here such failures are expected, and are no errors.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -385,11 +395,12 @@ class Labelling(TorchDispatchMode):
 
     Attributes:
         batch: the first of the symbols, which stands for all of them in `size`.
-        symbols: all of them.
+        symbols: all size symbols of the number of samples.
         tainted: symbols of sizes and numbers that follow from the values of samples.
         draws: whether the node that is running draws random numbers.
         reads: whether this node reads numbers from tensors in which there are samples.
-        why: the first operator of this node in which samples meet, or may; ``None``: there is none.
+        why: the first operator of this node in which samples meet, or may, as a `Reason`; ``None``:
+            they meet in none of its operators, or have met before.
     """
 
     def __init__(self, symbols: Sequence[Any]) -> None:
@@ -418,7 +429,10 @@ class Labelling(TorchDispatchMode):
         return self._labels.get(id(tensor))
 
     def met(self) -> Label:
-        """Note that samples certainly meet in the running operator; returns ``MEET``, its label."""
+        """For rules: note that samples certainly meet in the running operator; returns ``MEET``.
+
+        A rule that returns ``MEET`` without this call says that it does not know.
+        """
         self._seen = True
         return MEET
 
@@ -439,8 +453,8 @@ class Labelling(TorchDispatchMode):
     def by_shape(self, tensor: Tensor) -> Label:
         """The label that a tensor's shape suggests: samples are in the dimension of the batch size.
 
-        ``None``: no size depends on the batch. ``MEET``: several do, or one is no multiple of the
-        batch size.
+        It is `Rows` if one size depends on the batch and is a multiple of its size; ``None`` if no
+        size depends on the batch; else ``MEET``.
         """
         dims = [d for d, size in enumerate(tensor.shape) if self.depends(size)]
         label = None if not dims else Rows(dims[0]) if len(dims) == 1 else MEET
@@ -449,7 +463,8 @@ class Labelling(TorchDispatchMode):
     def picked_by(self, mask: Tensor, count: Any) -> Any:
         """A key (for `Rows.picked`) of the entries that a mask picks.
 
-        The same mask, unchanged, gives the same key and then stands for the same number of entries.
+        The same mask, as long as nothing is written to it, gives the same key, and picks the same
+        number of entries each time.
 
         Args:
             mask: the mask, which has samples.
@@ -480,7 +495,7 @@ class Labelling(TorchDispatchMode):
         """Whether ``picked`` is an order (no mask) of as many entries as a dimension has.
 
         Args:
-            picked: as in `Rows.picked`.
+            picked: a key, as in `Rows.picked`; for ``None`` the answer is no.
             size: the size of the dimension.
         """
         return isinstance(picked, int) and self._counts[picked] == self.size(size)
@@ -505,8 +520,8 @@ class Labelling(TorchDispatchMode):
     def _write(self, tensor: Tensor, label: Label) -> None:
         """Update labels after values were written into a tensor in place.
 
-        If the values do not have their samples where the tensor has its own, samples have met in it
-        and in all tensors that share its memory.
+        If the values have their samples elsewhere than the tensor, samples have met in it and in
+        all tensors that share its memory. Values that are the same for all samples may be written.
 
         Args:
             tensor: the tensor that was written to.
@@ -605,6 +620,8 @@ class Labelling(TorchDispatchMode):
     def borne_out(self, label: Label, out: Tensor) -> Label:
         """Check a result's label by its shape; returns the label, or ``MEET`` if they disagree.
 
+        A result without entries is labelled ``None`` instead of `Rows`.
+
         Args:
             label: the label by the operator's rule.
             out: the result.
@@ -689,10 +706,10 @@ class Labelling(TorchDispatchMode):
         return name in KEEPS_POSITION | LOOKS_AT_PLACES or (name in TAKES_PLACES and indexes)
 
     def _is_range(self, call: OperatorArguments, outs: list[Tensor]) -> bool:
-        """Whether a call of ``arange`` counts samples: ``arange(B)`` for B samples, and the like.
+        """Whether a call of ``arange`` counts samples, from 0.
 
-        That is also ``arange(B * k)``, with k entries of each sample, and the same in steps, of
-        which each sample has a whole number.
+        For B samples that is ``arange(B)``; ``arange(B * k)``, with k entries of each sample; and
+        ``arange(0, B * k * s, s)``, the same in steps.
         """
         start, step = call["start"], 1 if call["step"] is None else call["step"]
         whole = (start is None or (type(start) is int and start == 0)) and type(step) is not float

@@ -35,6 +35,15 @@ class OperatorArguments:
     """The arguments of one call of an operator, by their names in its schema, with its defaults.
 
     ``call["name"]`` is ``None`` for an argument that the operator does not have.
+
+    Args:
+        func: the operator, an overload of `torch.ops`, as dispatch modes get it.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+
+    Attributes:
+        values: all arguments by name.
+        overload: the name of the overload, such as "default" or "dim".
     """
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -60,8 +69,9 @@ class OperatorArguments:
 Rule = Callable[["Labelling", OperatorArguments, Sequence[Tensor]], Label | list[Label]]
 """The rule of an operator: from the labels of the tensors that a call takes, those of its results.
 
-It is given the mode that knows all labels, the arguments of the call, and the results. If it
-returns a single label, all results have that label.
+It is given the mode that knows all labels (``f``), the arguments of the call, and the tensors that
+the call has returned, in order. It returns a list with a label for each of these tensors, or a
+single label, which all of them have.
 """
 
 
@@ -82,7 +92,7 @@ def _rows(f: Labelling, tensor: Tensor) -> Rows | None:
 def _of_self(f: Labelling, call: OperatorArguments) -> Rows:
     """Where the samples are in the argument ``self`` of a call, which must have samples.
 
-    (They must be there: the operators that use this take no other tensor.)
+    For rules of operators that take no other tensor, so that this is the one with samples.
     """
     rows = f.label(call["self"])
     assert isinstance(rows, Rows)
@@ -91,6 +101,8 @@ def _of_self(f: Labelling, call: OperatorArguments) -> Rows:
 
 def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
     """How many entries one repetition of all samples has in their dimension: B * k of `Rows`.
+
+    ``None`` if it is no whole number for all B.
 
     Args:
         f: the mode that knows the labels of all tensors.
@@ -101,19 +113,22 @@ def _block(f: Labelling, tensor: Tensor, rows: Rows) -> Any:
 
 
 def _only(found: Sequence[Label]) -> Label:
-    """The one label that all tensors with samples share; ``MEET`` if they have several.
+    """The one label of all tensors that have samples; ``MEET`` if their labels differ.
 
     ``FREE`` if no tensor has samples.
 
     Args:
-        found: the label of each tensor.
+        found: the label of each tensor, those without samples among them.
     """
     those = {label for label in found if label is not FREE}
     return FREE if not those else those.pop() if len(those) == 1 else MEET
 
 
 def _aligned(f: Labelling, tensor: Tensor, dims: int) -> Label:
-    """The label of a tensor after it was broadcast (from the right) to ``dims`` dimensions."""
+    """The label of a tensor after it was broadcast (from the right) to ``dims`` dimensions.
+
+    ``FREE`` if it has no samples.
+    """
     rows = _rows(f, tensor)
     if rows is None:
         return FREE
@@ -141,7 +156,8 @@ def dims_of(call: OperatorArguments, name: str = "dim") -> list[int]:
 
 
 Keys = Sequence[Any]
-"""A key (such as a letter) for each dimension of a tensor; ``None``: an operator works along it."""
+"""A key (such as a letter) for each dimension of a tensor; ``None``: no dimension of another tensor
+corresponds to it, since the operator works along it, or since it has size 1 and is broadcast."""
 
 
 def moved(f: Labelling, call: OperatorArguments, given: Mapping[str, Keys], out: Keys) -> Label:
@@ -157,6 +173,10 @@ def moved(f: Labelling, call: OperatorArguments, given: Mapping[str, Keys], out:
         given: the keys of tensors, by the names of their arguments; all other tensors of the call
             must have no samples.
         out: the keys of the result.
+
+    Returns:
+        Where the samples are in the result, if all that is so and the result has that key; else
+        ``MEET``.
     """
     found = set()
     for name, keys in given.items():
@@ -179,11 +199,13 @@ def letters(spec: str) -> Rule:
     """Make the rule of operators that can be written like Einstein's sums.
 
     Args:
-        spec: names dimensions by letters: "mat1:ij mat2:jk -> ik" those of the arguments ``mat1``,
-            ``mat2`` and of the first result. A dot stands for any number of leading dimensions, "*"
-            for every tensor of the call. The operator works along dimensions after all letters.
-            Tensors are broadcast from the right. Further results have the dimensions of the first
-            one; with "-" at the end they possibly have no samples (seeds).
+        spec: names dimensions by letters: "mat1:ij mat2:jk -> ik" those of the arguments ``mat1``
+            and ``mat2``, and those of the first result. Samples may be in a dimension of which the
+            result has the letter. A dot stands for any number of leading dimensions, which are
+            broadcast from the right; "*" for every tensor of the call; further dimensions behind
+            the letters are those that the operator works along. Further results have the label of
+            the first one; with "-" at the end of the text, those whose sizes do not depend on the
+            batch (seeds) have no samples.
     """
     given_to, _, results = spec.partition(" -> ")
     texts = dict(pair.split(":") for pair in given_to.split())
@@ -204,13 +226,20 @@ def letters(spec: str) -> Rule:
 
 
 def _keys(text: str, tensor: Tensor) -> Keys:
-    """A key for each dimension of a tensor, from its part of a text of `letters`.
+    """Give each dimension of a tensor its key, by the tensor's text in a spec of `letters`.
 
-    A dimension of size 1 is broadcast, and has ``None``.
+    A letter is the key of its dimension. The dimensions that the dot stands for get ..., -2, -1,
+    from the right, so that those of several tensors match. ``None`` stands at dimensions after the
+    last letter, and at those of size 1, which are broadcast. A tensor with fewer dimensions than
+    letters has the last letters.
 
     Args:
-        text: such as ".ij".
+        text: the tensor's text, such as '.ij'.
         tensor: the tensor.
+
+    Returns:
+        Such as ``[-2, -1, 'i', 'j']`` for '.ij' and four dimensions, ``['i', None]`` for 'i' and
+        two.
     """
     count, names = tensor.dim(), text.removeprefix(".")
     ahead = range(len(names) - count, 0) if text != names else ()
@@ -223,7 +252,7 @@ def _keys(text: str, tensor: Tensor) -> Keys:
 
 
 def unreduced(rule: Rule) -> Rule:
-    """Make the rule of a loss: with a reduction (a mean, a sum) samples meet in it.
+    """Make the rule of a loss: with a reduction (its argument ``reduction``) samples meet in it.
 
     Args:
         rule: the rule for the loss without reduction.
@@ -237,8 +266,8 @@ pointwise = letters("*:. -> .")
 def fills(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """Label the result of an operator that overwrites ``self`` unread (``copy_``, ``uniform_``).
 
-    It has its samples where the written values have theirs, or where ``self`` has if the values
-    have no samples.
+    The result has its samples where the written values have theirs. If the values have no samples,
+    the label of ``self`` stays.
     """
     label = _only([_aligned(f, t, outs[0].dim()) for t in call.others("self")])
     return f.label(call["self"]) if label is FREE and call["self"] is not None else label
@@ -319,13 +348,15 @@ def squeeze(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
 
 
 def _only_column(rows: Rows, out: Tensor) -> Label:
-    """Label the result of a view of a tensor whose entries are possibly places of samples.
-
-    If the tensor has places in one column alone, the result must be that column, else ``MEET``.
+    """Label the result of a view of a tensor whose entries are possibly indices (`Places`).
 
     Args:
-        rows: where the result has its samples, with the places of the tensor.
+        rows: where the result has its samples, with the `Rows.places` of the tensor.
         out: the result.
+
+    Returns:
+        ``rows``; but if the tensor has indices in one column alone (`Places.column`), the result
+        must be 1-d, as that column: then all entries of it are indices, else it is ``MEET``.
     """
     if rows.places is None or rows.places.column is None:
         return rows
@@ -342,7 +373,8 @@ def _part(f: Labelling, tensor: Tensor, rows: Rows, out: Tensor, start: Any) -> 
         tensor: the tensor.
         rows: its label.
         out: the piece.
-        start: index of the first entry of the piece in that dimension.
+        start: index of the first entry of the piece in that dimension; 0 will do for a piece that
+            begins where another one ends.
     """
     block = _block(f, tensor, rows)
     if block is None or divided(f.size(start), block) is None:
@@ -423,8 +455,8 @@ Mixed = Callable[[OperatorArguments], Iterable[int]]
 def within(mixed: Mixed, first: str = "self") -> Rule:
     """Make the rule of operators that work along some dimensions of one argument.
 
-    They may drop these dimensions. Samples meet if theirs is among them. All other tensors of the
-    call must have no samples.
+    They may drop these dimensions. Samples meet if their dimension is one of these. All other
+    tensors of the call must have no samples, or the label is ``MEET``.
 
     Args:
         mixed: returns these dimensions for a call.
@@ -446,7 +478,7 @@ along = within(dims_of)
 
 
 def _padded(call: OperatorArguments) -> list[int]:
-    """The dimensions that `constant_pad_nd` makes longer or shorter."""
+    """The dimensions that a call of `constant_pad_nd` makes longer or shorter, counted from 0."""
     pad, count = call["pad"], call["self"].dim()
     ends = [(count - 1 - place // 2, size) for place, size in enumerate(pad)]
     return [dim for dim, size in ends if not (isinstance(size, int) and size == 0)]
@@ -457,8 +489,8 @@ def batch_norm(
 ) -> list[Label] | Label:
     """Label the results of batch normalisation, in which samples do not meet.
 
-    Its statistics are by definition those of a micro-batch. The samples are in dimension 0, or in 1
-    for instance normalisation, which has them among the channels.
+    Its statistics are by definition those of a micro-batch. The samples must be in dimension 0, or
+    in 1 for instance normalisation, which has them among the channels; else all is ``MEET``.
     """
     rows = f.label(call["input"])
     if not isinstance(rows, Rows) or not rows.plain:
@@ -539,7 +571,7 @@ def scatter(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
     """Label the result of ``scatter``, in which each sample must write to its own entries.
 
     That is so if tensor, indices and values have their samples in the same dimension, and it is not
-    the one that is indexed.
+    the one that is indexed; else the label is ``MEET``.
     """
     count = call["self"].dim()
     keys = [None if key == call["dim"] % max(count, 1) else key for key in range(count)]
@@ -548,7 +580,10 @@ def scatter(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> La
 
 
 def _picks(call: OperatorArguments) -> tuple[list[int], list[Tensor]]:
-    """The dimensions that an operator indexes by tensors, in order, and these tensors."""
+    """The dimensions that an operator indexes by tensors, in order, and these tensors.
+
+    Of a mask of several dimensions only the first one is listed.
+    """
     if call["indices"] is None:  # (`index_select` and the like have one index)
         return [call["dim"] % max(call["self"].dim(), 1)], [call["index"]]
     picks = list(call["indices"])
@@ -574,7 +609,7 @@ def _is_own_mask(f: Labelling, tensor: Tensor, at: list[int], masks: list[Tensor
         f: the mode that knows the labels of all tensors.
         tensor: what is indexed.
         at: the dimensions that are indexed; of a mask the first one.
-        masks: the indices.
+        masks: the indices, which may be no masks.
     """
     rows, own = f.label(tensor), f.label(masks[0])
     if len(masks) > 1 or not isinstance(rows, Rows) or not isinstance(own, Rows):
@@ -590,6 +625,8 @@ def _picked_from(
     f: Labelling, tensor: Tensor, rows: Label, at: list[int], tensors: list[Tensor]
 ) -> Label:
     """The label of ``tensor[...]``, indexed by integers or by a mask without samples.
+
+    With another mask it is ``MEET``.
 
     Args:
         f: the mode that knows the labels of all tensors.
@@ -646,7 +683,9 @@ def _lead_to(f: Labelling, picks: Tensor, tensor: Tensor) -> bool:
 def index_put(f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
     """Label a tensor after values were written to ``tensor[...]``.
 
-    The values must have their samples where reading ``tensor[...]`` would give them.
+    The values must have their samples where reading ``tensor[...]`` would give them, or have none;
+    then the tensor keeps its label. Else it is ``MEET``. After ``inverse[order] = arange(B)`` the
+    entries of ``inverse`` are indices (`Places`).
     """
     tensor, value = call["self"], call["source"] if call["values"] is None else call["values"]
     at, tensors = _picks(call)
@@ -705,7 +744,7 @@ def floor_divide(
 ) -> list[Label] | Label:
     """Label the result of ``//``: pointwise, but for a tensor of places (indices of entries).
 
-    Where each sample has k entries, ``places // k`` are places among the samples.
+    Where each sample has k entries, ``places // k`` are indices of samples (`Places` again).
     """
     rows, by = f.label(call["self"]), call["other"]
     if isinstance(by, Tensor) and _has_places(f, by):
@@ -773,7 +812,7 @@ KEEPS_ORDER = _names("_to_copy clone detach alias")
 """Operators that return the values of their input, in the same order."""
 
 KEEPS_POSITION = KEEPS_ORDER | _names("view _unsafe_view unsqueeze slice expand")
-"""Operators that return `Places` if their input has `Places`."""
+"""Operators whose results are indices (`Places`) if those of their input are."""
 
 TAKES_PLACES = _names("index index_put index_select index_add index_copy")
 """Operators whose rules are right for indices that are `Places`."""
@@ -790,7 +829,9 @@ _NOT = _names("isin equal max min copysign_ frexp")
 """Operators that torch tags as pointwise although they may look at other entries too."""
 
 _OF_DIMENSIONS = re.compile(r"_?(?:\w*pool|\w*unpool|upsample_\w+|\w+_pad)([123])d\w*")
-"""Names of operators that work on the last 1, 2 or 3 dimensions: pools, resizing, padding."""
+"""Names of operators that work on the last 1, 2 or 3 dimensions: pools, resizing, padding.
+
+The group of a match is this number."""
 
 _SPATIAL = [letters("*:.x -> .a"), letters("*:.xy -> .ab"), letters("*:.xyz -> .abc")]
 """The rules of operators that work on the last 1, 2 and 3 dimensions."""
@@ -873,7 +914,7 @@ RULES |= dict.fromkeys(KEEPS_ORDER, lambda f, call, outs: f.label(call["self"]))
 
 
 def is_grouped(operator: Any) -> bool:
-    """Whether an operator is transformers' substitute for a missing ``grouped_mm`` of torch."""
+    """Whether an operator is that of `transformers` for a torch without ``grouped_mm``."""
     return str(operator).startswith("transformers.grouped_mm_fallback")
 
 
@@ -881,12 +922,15 @@ _INPLACE = re.compile(r"(?<=[a-z0-9])_$")
 
 
 def name_of(func: Any) -> str:
-    """The name of an operator, without the trailing underscore of in-place ones."""
+    """The name of an operator, without namespace, overload and the underscore of in-place ones."""
     return _INPLACE.sub("", str(schema(func).name).partition("::")[2])
 
 
 def rule_of(func: Any) -> Rule | None:
-    """The rule for an operator; ``None``: there is none, so samples count as having met in it."""
+    """The rule for an operator, by its name or torch's tags.
+
+    ``None``: no rule is known, so samples count as having met in it.
+    """
     if func.namespace != "aten":
         return grouped_matrices if is_grouped(func) else None
     name = name_of(func)

@@ -35,10 +35,11 @@ class Trial:
     """A trial of an operation: whether samples meet in it, as far as random numbers show.
 
     Attributes:
-        run: computes the operation, from its arguments.
-        given: its arguments, with fake tensors.
-        labels: where the samples are in these tensors, in order; none is ``MEET``.
-        results: where the samples are in the tensors that it returns, if it treats them one by one.
+        run: computes the operation, from its arguments in the form of ``given``.
+        given: its arguments, as containers with fake tensors and numbers.
+        labels: where the samples are in these tensors, in order; no label is ``MEET``.
+        results: where the samples are in the tensors that the operation returns, in order, if it
+            treats samples one by one.
         symbols: the size symbols that stand for the number of samples.
     """
 
@@ -51,7 +52,8 @@ class Trial:
     def passes(self) -> bool:
         """Run the trial; returns whether it has shown no sign of samples that meet.
 
-        False also if the operation fails. The random state of torch on the CPU is restored.
+        False also if the operation fails, or if a dimension holds all samples several times
+        (`Rows.outer`). The random state of torch on the CPU is restored.
         """
         if any(isinstance(one, Rows) and one.outer != 1 for one in (*self.labels, *self.results)):
             return False
@@ -162,7 +164,12 @@ class Trial:
 
 
 def _size(scale: float, like: Tensor) -> float:
-    """``scale``, but at most the largest number whose square the type of ``like`` can hold."""
+    """``scale``, but at most the largest number whose square the type of ``like`` can hold.
+
+    Args:
+        scale: a magnitude to try.
+        like: a floating-point tensor.
+    """
     return min(scale, math.sqrt(torch.finfo(like.dtype).max))
 
 
@@ -175,7 +182,7 @@ def _weights(output: Tensor, label: Rows, samples: int, start: int) -> Tensor:
         output: an output of the operation.
         label: the dimension of its samples.
         samples: how many samples it has.
-        start: index of the first of these in the batch.
+        start: index of the first of these samples in the batch.
 
     Returns:
         A tensor that broadcasts to the output.

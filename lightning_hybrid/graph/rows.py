@@ -24,7 +24,7 @@ class Places:
     must be used for indexing only.
 
     Attributes:
-        outer: `Rows.outer` of that dimension.
+        outer: `Rows.outer` of the dimension that they are indices into.
         size: the size of that dimension, an expression.
         picked: `Rows.picked` of that dimension.
         column: the only column (index in dimension 1) whose entries are such indices; ``None``: all
@@ -74,7 +74,7 @@ class Rows:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether an order of all samples (and not a mask) has picked the entries."""
+        """Whether an order of all entries (and not a mask) has picked them."""
         return isinstance(self.picked, int)
 
     def at(self, dim: int, *, places: bool = False) -> Rows:
@@ -105,7 +105,8 @@ class Reason:
     """Why samples have met in an operation, or may have.
 
     Attributes:
-        how: in words.
+        how: what the operation does, for brackets behind its name: "random numbers that all samples
+            share"; or the name of torch's operator.
         instead: advice to the user, a sentence, if they may only have met (it could not be proven
             that they stay apart); empty: they have certainly met.
     """

@@ -23,7 +23,7 @@ _LIGHTNING = tuple(
 def place_now() -> str | None:
     """``file:line`` of the innermost running code outside of torch, Lightning and this package.
 
-    ``None``: there is none.
+    ``None``: all running code belongs to these.
     """
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((*_NOT_THE_USERS, *_LIGHTNING)):
@@ -54,6 +54,8 @@ _CALL = re.compile(r'File "(.+?)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 
 def reason_in(text: str) -> str:
     """Why TorchDynamo has failed, in one line: its reason, and the user's line that has caused it.
+
+    It has no full stop. If the network's own code has raised an error, it begins with `FAILS`.
 
     (The error's text has the stack twice, with hints and links for TorchDynamo's developers.)
 

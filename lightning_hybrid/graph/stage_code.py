@@ -77,10 +77,11 @@ class GraphCode:
     """An fx graph as plain data, which can be pickled.
 
     Attributes:
-        nodes: per node its kind, name, target (of a function its qualified name), positional and
-            keyword arguments (other nodes as `_NodeName`).
-        attributes: name and value of each tensor, nested graph or other value that a ``get_attr``
-            node names.
+        nodes: per node, in order: (kind, name, target, positional arguments, keyword arguments).
+            The target of a function is its `qualified_name`; among arguments other nodes are
+            `_NodeName`, and the device of the capture is `_Here`.
+        attributes: (name, value) of each tensor (`_Constant`), nested graph (`_Nested`) or other
+            value that a ``get_attr`` node names.
     """
 
     nodes: tuple[tuple[str, str, Any, Any, Any], ...]
@@ -118,7 +119,13 @@ class GraphCode:
         return cls(tuple(nodes), tuple((name, _travelling(v, device)) for name, v in held))
 
     def graph(self, device: torch.device) -> tuple[fx.Graph, dict[str, Any]]:
-        """Make an fx graph again, for a device; returns it with the values of ``get_attr`` nodes.
+        """Make an fx graph again.
+
+        Args:
+            device: where it is to run.
+
+        Returns:
+            The graph, and the values of its ``get_attr`` nodes by name.
 
         Raises:
             NetworkError: a function is not there on this rank.
@@ -166,19 +173,25 @@ class GraphCode:
         return lambda *values: forward(root, *values)
 
     def passed_on(self) -> list[int | None]:
-        """For each output, the number of the input that it is; ``None``: operations compute it."""
+        """For each output, the number of the input that it is; ``None``: operations compute it.
+
+        Inputs are all placeholders, counted from 0: of a stage first its parameters and buffers.
+        """
         names = [name for op, name, *_ in self.nodes if op == "placeholder"]
         numbers = {_NodeName(name): number for number, name in enumerate(names)}
         return [numbers.get(output) for output in self._outputs()]
 
     def used_inputs(self) -> list[int]:
-        """The numbers of the inputs that operations take; the others are passed on at most."""
+        """The numbers of the inputs that operations take, as in `passed_on`, rising.
+
+        All other inputs are passed on, or not used at all.
+        """
         used = self._used()
         names = (name for op, name, *_ in self.nodes if op == "placeholder")
         return [number for number, name in enumerate(names) if name in used]
 
     def shape(self) -> Hashable:
-        """Make a key of the operations.
+        """Make a key of the operations, by which equal stages are found and measured once.
 
         It is equal for graphs that differ only in the names of their nodes, and in inputs that they
         pass on without using them.
@@ -221,7 +234,7 @@ class GraphCode:
         return used
 
     def check(self) -> None:
-        """Check that a rank can run the code that has modules, but not the user's script.
+        """Check that workers can run the code: they can import modules, but not the user's script.
 
         Raises:
             NetworkError: an argument cannot be pickled, or something is defined in the script
@@ -244,7 +257,7 @@ class GraphCode:
 
 
 def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a region under activation checkpointing.
+    """Run a region under activation checkpointing; returns what ``body`` returns.
 
     In the code of stages this replaces TorchDynamo's own operation, which does not restore random
     generators for the second run: it leaves that to a compiler.
@@ -314,7 +327,9 @@ def _arrived(value: Any, device: torch.device) -> Any:
 
 
 def qualified_name(function: Any) -> str:
-    """``module:name`` of a function that a node calls, by which `function_named` finds it.
+    """A text for a function that a node calls, by which `function_named` finds it in any process.
+
+    Mostly it is ``module:name``; operators and functions of NumPy have longer forms.
 
     Raises:
         NetworkError: another process would not find it by any name.
@@ -384,7 +399,7 @@ def function_named(name: str) -> Any:
     """Find the function that has a name from `qualified_name`; may import its module.
 
     Raises:
-        NetworkError: there is none on this rank.
+        NetworkError: no function of this name is on this rank.
     """
     if name.startswith(_NUMPY):
         kind, _, called = name.removeprefix(_NUMPY).partition(":")
@@ -408,7 +423,10 @@ def function_named(name: str) -> Any:
 
 
 def stable(value: Any) -> str:
-    """A text for a value in a graph that is the same in every process (no addresses of objects)."""
+    """A text for a value in a graph that is the same in every process, for fingerprints.
+
+    (It has no addresses of objects: a function is shown by its `qualified_name`.)
+    """
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, tuple | list):

@@ -41,12 +41,13 @@ NO_LOSS = (
     "it returns no loss. Compute the loss in the network, from labels that it is given, to keep as "
     "many micro-batches alive as there are stages, and not all of them"
 )
-"""Why no backward begins before the end of a call, for a network without a tail."""
+"""`NetworkGraph.no_shares` of a network in which samples do not meet, so that it has no tail."""
 
 RunGraph = Callable[..., Sequence[Any]]
-"""A function that computes a graph (first argument) from the graph's arguments (second).
+"""A function that computes a graph: ``run(graph, values)`` or ``run(graph, values, loss)``.
 
-Where each micro-batch has a share of a loss, the third argument is the `LossOfCall`.
+``values`` are the arguments of the graph in this call, in order; ``loss`` is the `LossOfCall` where
+each micro-batch has a share of a loss. It returns the outputs of the graph, in order.
 """
 
 
@@ -60,9 +61,10 @@ class Divided:
 
     Args:
         graph: as captured.
-        divides: whether it may be divided; if not, nothing is looked at.
-        draws: whether the heavy part may draw random numbers, for each micro-batch by itself.
-        shares: whether to look for a loss of which each micro-batch has a share.
+        divides: whether it may be divided; if not, nothing is looked at, and batches are not split.
+        draws: whether the heavy part may draw random numbers, for each micro-batch by itself; not
+            under ``rng="device"``.
+        shares: whether to look for a loss of which each micro-batch has a share, as `1f1b` needs.
 
     Attributes:
         heavy: the graph that goes through the stages: the heavy part, or all of the network if
@@ -115,11 +117,12 @@ class Divided:
         Must be called only if ``heavy.divided``.
 
         Args:
-            values: the arguments of the graph.
-            run: computes the heavy part, from its graph and its arguments (and its loss).
+            values: the arguments of the whole graph, in order.
+            run: computes the heavy part; see `RunGraph`. Where it gets a loss it may set
+                `LossOfCall.value`; else the tail computes the loss.
 
         Returns:
-            What the whole graph returns.
+            What the whole graph returns, in order.
         """
         graph = self._graph
         # The three parts, each from the values of those before it. Prologue and tail run under
@@ -143,7 +146,7 @@ class Divided:
 
 
 def _lasting_change(graph: NetworkGraph) -> str | None:
-    """Why the network cannot be divided at all, in words; ``None``: nothing speaks against it.
+    """Why the network cannot be divided at all, as a clause; ``None``: nothing speaks against it.
 
     It changes a parameter or buffer that is no running statistic, so that the next micro-batch
     would see the change; or it is not known what an operation does.
@@ -204,7 +207,8 @@ class _Parts:
         tail: nodes that are computed for all samples after the heavy part.
         heavy: nodes of the heavy part, and all nodes that they are computed from.
         taken: nodes whose values the heavy part returns, for the tail or the caller, in order.
-        problem: why the graph must not be divided like this, in words; ``None``: it may.
+        problem: why the graph must not be divided like this, as a text for `NetworkGraph.meets`;
+            ``None``: it may.
     """
 
     def __init__(self, graph: NetworkGraph, followed: Followed, draws: bool) -> None:
@@ -259,7 +263,7 @@ class _Parts:
         return node in self.layers and self.layers[node].effects.random
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs of a node, and the nodes that have changed these in place before it runs."""
+        """The inputs of a node, and the nodes before it that have changed these inputs in place."""
         taken = node.all_input_nodes
         return [*taken, *(w for n in taken for m in self._memory(n) for w in self._before(node, m))]
 
@@ -309,7 +313,8 @@ class _Parts:
     def _is_early(self, node: fx.Node) -> bool:
         """Whether the tail, if it takes a node, computes it again from the inputs.
 
-        That is so for nodes computed from inputs alone, but for inputs and for the prologue.
+        That is so for nodes computed from inputs alone; not for the inputs themselves, numbers and
+        nodes of the prologue.
         """
         early = node in self.followed.early and node not in self.followed.prologue
         return early and not _is_given(node)
@@ -333,7 +338,10 @@ class _Parts:
         return node not in self.graph.info and not node.meta.get("scalar")
 
     def _mistake(self) -> str | None:
-        """Why these parts would not compute what the graph does, in words; ``None``: they do."""
+        """Why these parts would not compute what the graph does; ``None``: they do.
+
+        The text is one for `problem`.
+        """
         tail = self.tail
         prologue = self.prologue
         early = self.early
@@ -379,7 +387,9 @@ class _Parts:
         return None
 
     def _of_beside(self, node: fx.Node, own: Collection[fx.Node], twice: bool) -> str | None:
-        """Why the driver cannot compute an operation for all samples, in words; ``None``: it can.
+        """Why the driver cannot compute an operation for all samples; ``None``: it can.
+
+        The text is the end of a message, as ``then`` in `_said`.
 
         Args:
             node: the operation, of the prologue or the tail.
@@ -399,7 +409,7 @@ class _Parts:
     def _of_taken(self, node: fx.Node) -> str | None:
         """Why a node's results in micro-batches cannot be joined, or cannot be sent to the driver.
 
-        In words; ``None``: they can.
+        The text is one for `problem`; ``None``: they can be joined and sent.
 
         Args:
             node: a node in `taken`, or of the prologue.
@@ -423,7 +433,8 @@ class _Parts:
         """A message for the user: where samples meet first, and why the graph is not divided there.
 
         Args:
-            nodes: the place is looked for among these and the nodes that they are computed from.
+            nodes: the place where samples meet is looked for among these nodes and all nodes that
+                they are computed from.
             then: the end of the sentence "samples meet in ..., and ...".
         """
         why = self.followed.why
@@ -483,7 +494,7 @@ class Beside:
     Args:
         graph: the captured network.
         nodes: the nodes of this part.
-        returned: those of them whose values a call returns.
+        returned: those of ``nodes`` whose values a call returns.
     """
 
     def __init__(
@@ -549,7 +560,9 @@ class _LossInside:
         return self._loss.of(found | self._known(found), values)
 
     def rest(self, found: Mapping[fx.Node, Any], value: Tensor) -> dict[fx.Node, Any]:
-        """Compute the outputs of the tail from the value of the loss; returns them per node.
+        """Compute the outputs of the tail from the value of the loss.
+
+        Returns the value of each of these nodes, and that of the node of the loss.
 
         Args:
             found: the values of inputs, of the prologue and of the heavy part, per node.
@@ -560,7 +573,10 @@ class _LossInside:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a node needs no part: an input, a constant, or a number or shape from sizes alone."""
+    """Whether a node belongs to no part, since no part has to compute it.
+
+    That is an input, a constant, or a number or shape that follows from sizes of inputs alone.
+    """
     follows = node.meta.get("number") or node.meta.get("shape")
     return node.op in ("placeholder", "get_attr") or bool(follows)
 

@@ -49,7 +49,7 @@ def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Make an HTML paragraph of plain text."""
+    """Make an HTML paragraph, in grey, of plain text."""
     return f'<p class="quiet">{escape(text)}</p>\n'
 
 
@@ -57,8 +57,8 @@ def table(rows: Sequence[Mapping[str, str]], left: Iterable[str] = ()) -> str:
     """Make an HTML table; empty if there are no rows.
 
     Args:
-        rows: for each row its cells, as plain text by name of the column. The names in the first
-            row are the head of the table.
+        rows: for each row its cells, as plain text by name of the column. Each row has the same
+            names in the same order; those of the first row are the head of the table.
         left: names of the columns that align left; the others align right.
     """
     if not rows:
@@ -83,7 +83,7 @@ KINDS = {
     "reduce": "all-reduce",
     "step": "optimizer step",
 }
-"""Kinds of spans, which are CSS classes too, with their names in the legend."""
+"""By kind of `Span`, its name in the legend. Each kind is a CSS class too."""
 _CHARACTER = 0.01
 """Share of the picture's width that a character takes at most: a label is left out if its bar is
 too narrow for it."""
@@ -112,12 +112,14 @@ class Span:
 
 
 def timeline(lanes: Mapping[str, Sequence[Span]]) -> str:
-    """Draw the timeline of a step in HTML, with a lane for each device.
+    """Draw the timeline of a step, with a lane for each device; returns HTML.
 
-    All-reduces are drawn in the lower part of a lane, since they overlap computation.
+    The picture ends with the last span. All-reduces are drawn in the lower part of a lane, since
+    they overlap computation.
 
     Args:
-        lanes: by name of the device, what it does when; drawn in this order.
+        lanes: by name of the device (plain text), what it does when; drawn in the order of the
+            mapping.
     """
     spans = [span for lane in lanes.values() for span in lane]
     end_s = max((span.end_s for span in spans), default=0.0) or 1.0

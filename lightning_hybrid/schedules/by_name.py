@@ -22,7 +22,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 """By name, the function that makes the schedule for one call of the network."""
 
 SPLITTING = (NAME, INSIDE)
-"""Names of the schedules under which the backward of a stage may be split in two parts."""
+"""Names of the schedules under which the backward of a stage may be split in two parts: their
+functions take the argument ``split``."""
 
 
 def make_schedule(
@@ -33,14 +34,17 @@ def make_schedule(
     input_gradient: bool = False,
     split: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """Make a schedule by its name, for one call of the network.
+    """Make the schedule for one call of the network, by its name.
+
+    A streamed schedule gives the lists of `gpipe`: it says only when batches begin. Copies of
+    stages, and devices with several stages, come later: `deal` and `by_device` change the lists.
 
     Args:
         name: A key of `SCHEDULES`.
         stages: Number of stages; the last one is the driver's.
         microbatches: Number of micro-batches.
-        input_gradient: Whether the driver wants the gradient of the network's inputs; must be False
-            under `1f1b`.
+        input_gradient: Whether the driver wants the gradient of the network's inputs, which stage 0
+            then sends it; must be False under `1f1b`.
         split: Numbers of the stages whose backward is split; None: under `zero_bubble` all but the
             first, under `1f1b` none. Other schedules ignore it.
 

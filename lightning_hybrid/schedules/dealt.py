@@ -27,7 +27,12 @@ DEALS = ("gpipe", "zero_bubble")
 
 
 class StageCopy(NamedTuple):
-    """One copy of a stage: the number of the stage, and the number of the copy among its copies."""
+    """One copy of a stage, on a device of its own.
+
+    Attributes:
+        stage: number of the stage.
+        number: number of the copy among the copies of this stage, from 0.
+    """
 
     stage: int
     number: int
@@ -37,7 +42,7 @@ class StageCopy(NamedTuple):
 
 
 DealtLists = tuple[tuple[tuple[Instruction, ...], ...], ...]
-"""By stage and copy, the list of instructions of the copy."""
+"""The instruction list of each copy: first by the number of the stage, then by that of the copy."""
 
 # Kinds of instructions of the stage that collects outputs. On its device these kinds come before
 # the instructions of the copy, since other ranks wait for them; all others come after, since they
@@ -54,11 +59,13 @@ _BEFORE = frozenset(
 
 @dataclass(frozen=True)
 class DealtSchedule:
-    """The instruction lists of a replica for one call of a network whose stages have copies.
+    """The instruction lists of a replica for one call of a network whose stages may have copies.
+
+    `deal` makes it.
 
     Attributes:
         copies: by stage, its number of copies.
-        microbatches: number of micro-batches.
+        microbatches: number of micro-batches of the call, all copies together.
         forward: by stage and copy, the instructions of the forward pass.
         backward: by stage and copy, the instructions of the backward pass.
     """
@@ -77,11 +84,12 @@ class DealtSchedule:
 
         Args:
             lists: `forward` or `backward`.
-            collects: Whether the last stage only collects outputs: then it shares a device with the
-                last copy of the stage before it.
+            collects: Whether the last stage has no layers and only collects outputs (see
+                `collected`): then it shares a device with the last copy of the stage before it.
+                Every other copy has a device of its own.
 
         Yields:
-            Copies and their instructions, in an order in which they may be run.
+            `(copy, instruction)` in one of the orders in which they may run.
 
         Raises:
             PlanError: a copy expects another message than the next one on the link, all copies wait
@@ -94,10 +102,10 @@ class DealtSchedule:
         )
 
     def peer(self, place: StageCopy, step: Instruction) -> StageCopy:
-        """Find the copy at the other end of a message.
+        """Find the copy at the other end of a message: the one that computes its micro-batch.
 
         Args:
-            place: The copy that executes `step`.
+            place: The copy of a stage that executes `step`.
             step: A send or a receive.
         """
         stage = step.peer(place.stage, len(self.copies))
@@ -105,15 +113,18 @@ class DealtSchedule:
 
 
 def together(lists: DealtLists, places: Sequence[StageCopy]) -> list[tuple[StageCopy, Instruction]]:
-    """Merge the instruction lists of one device.
+    """Merge the instruction lists of one device, where stages have copies.
+
+    If the stage that collects outputs is on the device too, its sends to other devices and its
+    REDUCE come first, then all instructions of the copy, then what waits for other devices.
 
     Args:
-        lists: Instructions by stage and copy.
-        places: What is on the device: one copy; or a copy of the last stage with layers, and then
-            the stage without layers that collects the outputs of such copies.
+        lists: `DealtSchedule.forward` or `DealtSchedule.backward`.
+        places: What is on the device: one copy; or first a copy of the last stage with layers, and
+            second the stage that collects the outputs of such copies.
 
     Returns:
-        The device's instructions in order, each with the copy that it belongs to.
+        The device's instructions in order, as `(copy, instruction)`.
     """
     own, *collects = ([(at, step) for step in lists[at.stage][at.number]] for at in places)
     before = [each for steps in collects for each in steps if each[1].kind in _BEFORE]
@@ -124,14 +135,14 @@ def together(lists: DealtLists, places: Sequence[StageCopy]) -> list[tuple[Stage
 def collected(copies: Sequence[int]) -> tuple[int, ...]:
     """Add a stage that collects the network's outputs, if the last stage has several copies.
 
-    The added stage has no layers and one copy, on the device of the last copy of the stage before:
-    the driver.
+    The added stage has no layers. Its only copy is on the driver, as is the last copy of the stage
+    before it.
 
     Args:
         copies: By stage, its number of copies.
 
     Returns:
-        These numbers, with a 1 for the added stage, if there is one.
+        The numbers of `copies`, and then a 1 if a stage is added.
     """
     return (*copies, 1) if copies[-1] > 1 else tuple(copies)
 
@@ -139,13 +150,13 @@ def collected(copies: Sequence[int]) -> tuple[int, ...]:
 def deal(schedule: Schedule, copies: Sequence[int]) -> DealtSchedule:
     """Deal the micro-batches of a schedule to the copies of its stages, in turn.
 
-    Each copy keeps the instructions of its micro-batches, in their order. The REDUCE of a copy
-    stands before the last computation of its backward; a copy without a micro-batch has a REDUCE
-    alone, since the other copies of the stage wait for it. If each stage has one copy, the lists
-    are those of the schedule.
+    Of r copies of a stage, copy m mod r gets micro-batch m. Each copy keeps the instructions of its
+    micro-batches, in their order. The REDUCE of a copy stands before the last computation of its
+    backward; a copy without a micro-batch has a REDUCE alone, since the other copies of the stage
+    wait for it. If each stage has one copy, the lists are those of the schedule.
 
     Args:
-        schedule: Fill-drain, with split backwards or without.
+        schedule: Any schedule if each stage has one copy, else one of `DEALS`.
         copies: Number of copies of each stage; 1 for the last stage (see `collected`).
 
     Raises:
@@ -196,7 +207,9 @@ def check_copies(copies: Sequence[int], stages: int, schedule: str) -> None:
 def _dealt(lists: Sequence[Sequence[Instruction]], copies: tuple[int, ...]) -> DealtLists:
     """Deal the instruction list of each stage to its copies; see `deal`.
 
-    Copy i of n gets the instructions for the micro-batches whose number modulo n is i.
+    Args:
+        lists: By stage, its instructions of the forward or of the backward pass.
+        copies: By stage, its number of copies.
     """
 
     def one(stage: int, number: int) -> tuple[Instruction, ...]:
@@ -215,7 +228,10 @@ def _reduced(of_stage: Sequence[Instruction], own: list[Instruction]) -> tuple[I
 
     Args:
         of_stage: all instructions of the stage; in the forward pass there is no REDUCE.
-        own: the instructions of the copy.
+        own: the instructions of the copy's micro-batches, in order.
+
+    Returns:
+        The instructions of the copy; of one that computes nothing, a REDUCE alone.
     """
     if all(step.kind is not InstructionKind.REDUCE for step in of_stage):
         return tuple(own)

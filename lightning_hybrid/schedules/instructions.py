@@ -87,8 +87,8 @@ BACKWARD_KINDS = frozenset(
         InstructionKind.REDUCE,
     }
 )
-"""The kinds of instructions that belong to a backward pass, also where they stand in a forward
-list."""
+"""The kinds of instructions that belong to a backward pass where they stand in a forward list, as
+they do under `1f1b`."""
 _COMPUTES = frozenset({InstructionKind.FORWARD, InstructionKind.BACKWARD, InstructionKind.WEIGHT})
 # For each kind of receive, the kinds of send that it may receive.
 _TAKES = {
@@ -125,10 +125,10 @@ class Instruction:
     microbatch: int
 
     def peer(self, stage: int, stages: int) -> int:
-        """Find the stage at the other end of this send or receive.
+        """The number of the stage at the other end of this message; for sends and receives alone.
 
         Args:
-            stage: number of the stage that executes it.
+            stage: number of the stage that executes the instruction.
             stages: number of all stages.
         """
         return (stage + _STEP_TO_PEER[self.kind]) % stages
@@ -151,7 +151,8 @@ class Schedule:
     """The instruction lists of the stages of a replica for one call of the network.
 
     Forward and backward are two lists, because between them the driver runs the user's code: the
-    rest of `training_step` and the start of `loss.backward()`.
+    rest of `training_step` and the start of `loss.backward()`. Under `1f1b` the forward list has
+    the backwards too, and the backward list is empty.
 
     Attributes:
         name: name of the schedule, such as `gpipe`.
@@ -177,8 +178,8 @@ def execute(lists: Sequence[Sequence[Instruction]]) -> Iterator[PlacedInstructio
         lists: By stage, its instructions.
 
     Yields:
-        `(stage, instruction)` in one of the orders in which they may run. Which order it is does
-        not matter to a caller that keeps a clock per stage and per link.
+        `(number of the stage, instruction)` in one of the orders in which they may run. Which order
+        it is does not matter to a caller that keeps a clock per stage and per link.
 
     Raises:
         PlanError: a stage expects another message than the next one on the link, all stages wait
@@ -196,7 +197,7 @@ def execute_merged(lists: Sequence[Sequence[PlacedInstruction]]) -> Iterator[Pla
         lists: By device, its instructions, each with the number of its stage.
 
     Yields:
-        `(stage, instruction)` in one of the orders in which they may run.
+        `(number of the stage, instruction)` in one of the orders in which they may run.
 
     Raises:
         PlanError: a stage expects another message than the next one on the link, all devices wait
@@ -213,13 +214,14 @@ def exchange(
 ) -> Iterator[tuple[P, Instruction]]:
     """Simulate devices running at the same time; their instructions belong to places of any type.
 
-    A place is a stage, or a copy of a stage. There is one queue of messages from each place to each
-    other one. Sends do not block, receives wait for their message. Nothing is computed.
+    A place is a stage (its number), or a copy of a stage (`StageCopy`). There is one queue of
+    messages from each place to each other one. Sends do not block, receives wait for their message.
+    Nothing is computed.
 
     Args:
         lists: By device, its instructions, each with the place that it belongs to.
         peer: Function from a place and its send or receive to the place at the other end.
-        shown: Function from a place to its name in an error.
+        shown: Function from a place to its name in an error, such as "stage 1".
 
     Yields:
         `(place, instruction)` in one of the orders in which they may run.

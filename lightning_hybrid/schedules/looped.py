@@ -16,12 +16,12 @@ MOST_ROUNDS = 4
 
 
 def looped(stages: int, microbatches: int, *, input_gradient: bool = False) -> Schedule:
-    """Make the looped schedule: the lists of `gpipe`, which are merged by device when they are run.
+    """Make the looped schedule: the lists of `gpipe`, which `by_device` merges when they are run.
 
     It looks like this for two devices, v = 2 and three micro-batches, as (stage).(micro-batch)::
 
-        device 0   0.0 0.1 0.2 2.0 2.1 2.2 . | . 2.2 2.1 2.0 0.2 0.1 0.0
-        device 1   . 1.0 1.1 1.2 3.0 3.1 3.2 | 3.2 3.1 3.0 1.2 1.1 1.0 .
+        device 1   0.0 0.1 0.2 2.0 2.1 2.2  .  |  .  2.2 2.1 0.2 2.0 0.1 0.0
+        device 0    .  1.0 1.1 1.2 3.0 3.1 3.2 | 3.2 3.1 1.2 3.0 1.1 1.0  .
 
     Args:
         stages: Number of stages: v times the number of devices.
@@ -37,20 +37,27 @@ def looped(stages: int, microbatches: int, *, input_gradient: bool = False) -> S
 
 
 def loop_order(devices: int, rounds: int) -> tuple[int, ...]:
-    """For each stage of a loop its device: in every round 1, 2, ... and then 0, the driver's.
+    """The device of each stage in a loop: every round is 1, 2, ... and then 0, the driver's.
 
     Args:
         devices: Number of devices.
         rounds: Number of stages of each device.
+
+    Returns:
+        By stage, the number of its device: `(1, 0, 1, 0)` for two devices and two rounds.
     """
     return (*range(1, devices), 0) * rounds
 
 
 def rounds_of(devices: Sequence[int]) -> int:
-    """Number of stages of each device, if the stages form a loop; 0: they form none.
+    """Number of stages of each device, if the stages form a loop.
 
     Args:
-        devices: Device of each stage; in a loop they are those of `loop_order`.
+        devices: By stage, the number of its device; in a loop it is what `loop_order` returns.
+
+    Returns:
+        1 if each device has one stage, in this order; 0 if the stages have another order, or all
+        have the same device.
     """
     count = len(set(devices))
     rounds, rest = divmod(len(devices), count)

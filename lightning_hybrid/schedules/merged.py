@@ -28,21 +28,25 @@ from lightning_hybrid.schedules.looped import rounds_of
 from lightning_hybrid.schedules.one_f_one_b import INSIDE, interleaved
 
 Merged = tuple[tuple[PlacedInstruction, ...], ...]
-"""By device, the instructions of its stages, each with the number of its stage."""
+"""By device, its instructions in order, as `(number of the stage, instruction)`."""
 
 
 def by_device(schedule: Schedule, devices: Sequence[int]) -> tuple[Merged, Merged]:
     """Merge the lists of the stages into one list per device, for forward and backward pass.
 
-    They are merged by ticks; but `1f1b` in a loop, without split backwards, has lists of its own,
-    see `interleaved`.
+    It is called for every schedule whose stages have one copy each. Lists are merged by ticks; but
+    `1f1b` in a loop, without split backwards, has lists of its own: see `interleaved`.
 
     Args:
         schedule: The schedule.
-        devices: Device of each stage, counted from 0.
+        devices: By stage, the number of its device, from 0.
 
     Returns:
-        The lists of the devices for the forward pass, and those for the backward pass.
+        `(lists of the forward pass, lists of the backward pass)`, each by device. Under `1f1b` the
+        second lists are empty.
+
+    Raises:
+        PlanError: the lists cannot be run.
     """
     splits = any(
         step.kind is InstructionKind.WEIGHT for steps in schedule.forward for step in steps
@@ -59,7 +63,7 @@ def merge_lists(lists: Lists, devices: Sequence[int]) -> Merged:
 
     Args:
         lists: By stage, its instructions.
-        devices: Device of each stage, counted from 0.
+        devices: By stage, the number of its device, from 0.
 
     Returns:
         By device, its instructions. Those of one stage keep their order; within one tick those of
@@ -86,7 +90,7 @@ def merge_lists(lists: Lists, devices: Sequence[int]) -> Merged:
 
 
 def _ticks(lists: Lists) -> list[list[int]]:
-    """By stage, the ticks of its instructions; -1 for a send before the first computation.
+    """By stage, the tick of each of its instructions; -1 for a send before the first computation.
 
     The tick is the time at which the instruction would run if every stage had its own device, and a
     forward or a backward took one unit of time.

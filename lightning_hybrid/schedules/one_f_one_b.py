@@ -48,7 +48,7 @@ def one_f_one_b(
         falls: Whether micro-batches run from the last to the first. Gradients are then added up in
             the order of autograd, and of fill-drain; running statistics (batch normalisation) need
             the order from the first to the last.
-        split: Numbers of the stages whose backward is split.
+        split: Numbers of the stages whose backward is split; by default there are none.
 
     Raises:
         PlanError: `stages` or `microbatches` is less than one, `input_gradient` is True, or `split`
@@ -83,7 +83,7 @@ def _steps(
         stages: number of all stages.
         order: numbers of the micro-batches, in the order in which they run.
         delay: number of further backwards after which the WEIGHT of a micro-batch follows; None:
-            the backward is not split.
+            the backward of the stage is not split, and there is no WEIGHT.
     """
     driver, ahead = stage == stages - 1, stages - 1 - stage
     # Inputs are sent when stage 0 is about to take them: with two stages gradients go to the same
@@ -129,13 +129,13 @@ def _backward(
 def interleaved(
     devices: int, rounds: int, order: Sequence[int]
 ) -> tuple[tuple[PlacedInstruction, ...], ...]:
-    """Make the list of each device for one forward, one backward in a loop (see `loop_order`).
+    """Make the list of each device for `1f1b` in a loop (see `loop_order`).
 
-    A device takes its stages in turn, each for one group of micro-batches. A group has at least as
-    many micro-batches as there are devices, if there are so many in all. A device begins with as
-    many forwards as it has time for before the first backward can come; then backwards and forwards
-    alternate. For two devices, v = 2 and two micro-batches, as (stage).(micro-batch), where a
-    backward is in brackets::
+    No backward is split. A device takes its stages in turn, each for one group of micro-batches. A
+    group has at least as many micro-batches as there are devices, if there are so many in all. A
+    device begins with as many forwards as it has time for before the first backward can come; then
+    backwards and forwards alternate. For two devices, v = 2 rounds and two micro-batches, as
+    (stage).(micro-batch), where a backward is in brackets::
 
         device 0   .   1.0  1.1  3.0 (3.0) 3.1 (3.1)(1.0)(1.1)
         device 1  0.0  0.1  2.0  2.1   .  (2.0)  . (2.1)(0.0)(0.1)
@@ -149,7 +149,8 @@ def interleaved(
         order: Numbers of the micro-batches, in the order in which they run.
 
     Returns:
-        The lists by device, the driver's first.
+        By device, the driver's first: its instructions in order, as `(number of the stage,
+        instruction)`.
 
     Reference: Narayanan et al. (arXiv 2104.04473).
     """
@@ -163,10 +164,11 @@ def interleaved(
 
 
 def most_in_loops(devices: int, microbatches: int) -> int:
-    """Most micro-batches whose activations a device holds at once under `interleaved`.
+    """Most micro-batches whose activations a device holds at once under `1f1b` in a loop.
 
-    A micro-batch counts as one if the device holds its activations of all of the device's stages.
-    The result is for two stages per device, which need the most, and for equal stages.
+    A micro-batch counts as one if the device holds its activations of all of the device's stages,
+    and as a half if of one of two. The result, rounded up, is for two equal stages per device,
+    which need the most; it may be larger than `microbatches`.
 
     Args:
         devices: Number of devices.

@@ -44,7 +44,7 @@ class _Timed:
     Attributes:
         place: the copy of a stage that the instruction belongs to.
         step: the instruction.
-        time: in ticks.
+        time: in ticks; infinite until it is known.
         number: for a message, its number in the order of the sends, which decides between messages
             of one time; 0 for other instructions.
     """
@@ -57,7 +57,7 @@ class _Timed:
 
 @dataclass
 class _DeviceClock:
-    """What a device does, and when.
+    """What a device does, and when, as far as the simulation of all devices has come.
 
     Attributes:
         steps: all instructions of the device so far.
@@ -82,8 +82,8 @@ class _DeviceClock:
         """Note that the next computation needs a message.
 
         Args:
-            message: the send.
-            is_here: whether this device itself sends it.
+            message: the send of this message, which has its time already; inputs get another time.
+            is_here: whether this device itself sends it, so that it does not travel.
         """
         if message.step.kind is InstructionKind.SEND_INPUT:
             self.inputs.append(message)
@@ -94,7 +94,8 @@ class _DeviceClock:
         """Advance to the next computation, and give it and all that belongs to it their times.
 
         Args:
-            averages: by stage, the tick at which its copies average, at the earliest.
+            averages: by stage, the first tick at which all of its copies can average their
+                gradients; 0 for a stage that is not in it.
         """
         together = [averages.get(each.place.stage, 0) for each in self.averaging()]
         self.clock = max(self.clock + 1, self.ready, *together, 0)
@@ -106,12 +107,12 @@ class _DeviceClock:
         self.inputs = []
 
     def end(self, averages: Mapping[int, int]) -> None:
-        """Give a REDUCE after which no computation follows its time, behind the device's messages.
+        """Give times to those REDUCE that no computation follows: after the device's messages.
 
-        Only a copy without micro-batches has one; the other copies of its stage wait for it.
+        A copy without micro-batches has such a REDUCE; the other copies of its stage wait for it.
 
         Args:
-            averages: by stage, the tick at which its copies average, at the earliest.
+            averages: as in `compute`.
         """
         for each in self.averaging():
             each.time = max(self.clock + 0.75, averages.get(each.place.stage, 0))
@@ -120,15 +121,17 @@ class _DeviceClock:
 def in_one_order(lists: Sequence[Steps], peer: Peer) -> list[list[tuple[StageCopy, Instruction]]]:
     """Order the instructions of all devices so that they run without deadlock, whatever blocks.
 
-    Computations keep their order. Receives begin (EXPECT) at the time of their send, and inputs are
-    sent later than in `lists`; see the module.
+    The lists of every schedule are so ordered before ranks execute them. Computations keep their
+    order. Receives begin (EXPECT) at the time of their send, and inputs are sent later than in
+    `lists`; see the module.
 
     Args:
-        lists: By device, its instructions, each with the copy of a stage that it belongs to.
+        lists: By device, its instructions, as `(copy of a stage, instruction)`.
         peer: Function from a copy and its send or receive to the copy at the other end.
 
     Returns:
-        The lists, with an EXPECT for each message from another device.
+        By device, its instructions in the order in which it is to execute them, in the same form;
+        with an EXPECT for each message from another device.
 
     Raises:
         PlanError: The lists cannot be run even if sends do not block, or copies of a stage would
@@ -153,12 +156,14 @@ def _timed(
     """Give all instructions a time; see the module.
 
     Args:
-        lists: By device, its instructions, each with the copy of a stage that it belongs to.
+        lists: By device, its instructions, as `(copy of a stage, instruction)`.
         peer: Function from a copy and its send or receive to the copy at the other end.
-        averages: by stage, the tick at which its copies average, at the earliest.
+        averages: by stage, the first tick at which its copies may average their gradients; 0 for a
+            stage that is not in it.
 
     Returns:
-        What the devices do; and by stage the tick at which its last copy averages.
+        `(devices, averages)`: what each device does when; and by stage the tick at which the last
+        of its copies averages. If these are not the given ones, other copies must wait too.
     """
     devices = [_DeviceClock() for _ in lists]
     on = {place: device for steps, device in zip(lists, devices) for place, _ in steps}

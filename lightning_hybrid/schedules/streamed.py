@@ -36,8 +36,10 @@ class LookAhead:
         paper: reference.
         trades: how training differs from that on one device, in a sentence for the user; empty: it
             does not differ.
-        plain_sgd: whether the schedule is defined for stochastic gradient descent alone.
-        shrinks: whether gradients may be multiplied by a factor where they cross a cut.
+        plain_sgd: whether the schedule is defined for stochastic gradient descent alone; other
+            optimizers are then refused.
+        shrinks: whether gradients may be multiplied by a factor where they cross a cut
+            (`Delayed(shrink=...)`).
     """
 
     name: str
@@ -50,11 +52,18 @@ class LookAhead:
 
     @property
     def delayed(self) -> bool:
-        """Whether a forward may run with older weights than one device would use for its batch."""
+        """Whether a forward may run with older weights than one device would use for its batch.
+
+        That is so if look-aheads cross optimizer steps.
+        """
         return self.barrier == "epoch"
 
     def look_aheads(self, stages: int) -> tuple[int, ...]:
-        """By stage, from the first to the last: how many batches it is ahead of the driver."""
+        """By stage, from the first to the last: how many batches it is ahead of the driver.
+
+        Args:
+            stages: number of stages.
+        """
         return tuple(self.ahead(k, stages) for k in range(1, stages + 1))
 
 

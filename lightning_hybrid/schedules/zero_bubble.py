@@ -82,6 +82,9 @@ def _split(steps: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
     """Split the backwards of a stage's list: a WEIGHT follows each SEND_GRADIENT.
 
     The REDUCE moves to before the last WEIGHT.
+
+    Args:
+        steps: the backward list of a stage of `gpipe`, not of the first one.
     """
     split: list[Instruction] = []
     for step in steps:
