@@ -147,6 +147,9 @@ class _Deferred(Intercepted):
             return SEEMING[func](torch.device("cpu"))
         if func in MOVES:
             return _moved(func, args, kwargs)
+        if func in MEMORY:
+            materialize(deferred)
+            return func(*args, **kwargs)
         if func not in NUMBERS:
             try:
                 with as_they_are(), _OnlyLooks():  # type: ignore[no-untyped-call]
@@ -579,6 +582,9 @@ NUMBERS = {
     Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
 }  # fmt: skip
 """Methods that read the memory of a tensor by no operator of torch."""
+
+MEMORY = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
+"""Methods that tell where a tensor is in memory; libraries that save tensors compare that."""
 
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 

@@ -15,6 +15,9 @@ import lightning.pytorch as pl
 import torch
 from networks_of_transformers import SHARD, batches, network, optimizer_of, save
 
+from lightning_hybrid import HybridGabraStrategy, Sharded
+from lightning_hybrid.driver.weights import FilesOfWorkers
+
 
 def alone(folder: Path, model: str, variant: str) -> None:
     save(model, folder / "base")
@@ -27,6 +30,8 @@ def alone(folder: Path, model: str, variant: str) -> None:
     if variant == "lora":
         net.save_pretrained(folder / "one_device")
     torch.save(net.state_dict(), folder / "alone.pt")
+    if variant == "lora":
+        torch.save(net.merge_and_unload().state_dict(), folder / "merged.pt")
 
 
 class Module(pl.LightningModule):
@@ -49,8 +54,16 @@ class Module(pl.LightningModule):
         return optimizer_of(self.net)
 
     def on_train_end(self) -> None:
+        """Keep the adapters, and note which tensors have come from another rank for it."""
+        came, give = list[str](), FilesOfWorkers._give
+
+        def noted(files: Any, rank: int, address: Any) -> torch.Tensor:
+            came.append(address.name)
+            return give(files, rank, address)
+
         if self.in_the_run:
-            torch.save(adapters(self.trainer, self.net), self.in_the_run)
+            with patch.object(FilesOfWorkers, "_give", noted):
+                torch.save((adapters(self.trainer, self.net), came), self.in_the_run)
 
 
 def adapters(trainer: pl.Trainer, net: Any) -> dict[str, torch.Tensor]:
@@ -63,21 +76,11 @@ def adapters(trainer: pl.Trainer, net: Any) -> dict[str, torch.Tensor]:
 
 
 def keep_adapters(trainer: pl.Trainer, module: Module, folder: Path) -> None:
-    """And note what has come from another rank for it."""
-    from lightning_hybrid.state import deferred_weights
-
-    came, hear = list[str](), deferred_weights._hear_workers
-
-    def noted(mesh: Any) -> Any:
-        for named in hear(mesh):
-            came.extend(named)
-            yield named
-
-    with patch.object(deferred_weights, "_hear_workers", noted):
-        found = adapters(trainer, module.net)
-    if trainer.is_global_zero:
-        torch.save((found, came), folder / "after_the_run.pt")
-        module.net.save_pretrained(folder / "saved", state_dict=found)
+    """By themselves, and merged into the network."""
+    found = adapters(trainer, module.net)
+    torch.save(found, folder / "after_the_run.pt")
+    module.net.save_pretrained(folder / "saved", state_dict=found)
+    module.net.merge_and_unload().save_pretrained(folder / "merged", max_shard_size=SHARD)
 
 
 def keep_all(trainer: pl.Trainer, module: Module, folder: Path, place: str) -> None:
@@ -92,8 +95,6 @@ def keep_all(trainer: pl.Trainer, module: Module, folder: Path, place: str) -> N
 
 
 def in_stages(folder: Path, model: str, place: str, variant: str) -> None:
-    from lightning_hybrid import HybridGabraStrategy, Sharded
-
     strategy = HybridGabraStrategy(
         data_parallel_size=1, pipeline_parallel_size=2, num_microbatches=2, checkpoint=Sharded()
     )

@@ -63,12 +63,13 @@ def test_adapters_are_gathered_alone(tmp_path: Path, place: str) -> None:
     expected = load_file(tmp_path / "one_device/adapter_model.safetensors")
     assert expected
     assert all("lora" in name for name in expected)
-    found, came = torch.load(tmp_path / "after_the_run.pt")
-    weights = {name for name in came if "weight" in name}
-    assert all("lora" in name for name in weights)
-    assert bool(weights) is (place == "configure_model")
+    in_the_run, came = torch.load(tmp_path / "in_the_run.pt")
+    assert all("lora" in name for name in came)
+    assert came
+    found = torch.load(tmp_path / "after_the_run.pt")
     saved = load_file(tmp_path / "saved/adapter_model.safetensors")
-    for adapters in (found, saved, torch.load(tmp_path / "in_the_run.pt")):
+    for adapters in (found, saved, in_the_run):
         assert adapters.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(adapters[name], value, rtol=1e-12, atol=1e-12)
+    assert_holds(tmp_path / "merged", torch.load(tmp_path / "merged.pt"))

@@ -33,6 +33,16 @@ def test_looking_and_running_make_nothing_for_good() -> None:
     assert all(map(is_deferred, net.parameters()))
 
 
+def test_what_asks_for_the_memory_of_tensors_finds_memory_of_their_own() -> None:
+    net, expected = build(pair)[0], made(pair)
+    places = [parameter.untyped_storage().data_ptr() for parameter in net.parameters()]
+    assert places == [parameter.data_ptr() for parameter in net.parameters()]
+    assert len({*places}) == len([*net.parameters()])
+    assert not any(map(is_deferred, net.parameters()))
+    for found, value in zip(net.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, value)
+
+
 def test_copies_and_pickles_are_ordinary_tensors() -> None:
     net, expected = build(pair)[0], made(pair)
     copied = copy.deepcopy(net)
