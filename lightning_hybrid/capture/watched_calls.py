@@ -6,6 +6,7 @@ first call of one of them, from outside of any other, tells which module the use
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
@@ -39,6 +40,11 @@ class WatchedForward:
         self._name = name
         self._module = module
         self.own = own
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the module's own ``forward``: libraries leave out arguments that it lacks."""
+        return inspect.signature(own_forward(self._module))
 
     # a torch.compile of the user's around the call must not look into the handler
     @torch.compiler.disable  # type: ignore[untyped-decorator]

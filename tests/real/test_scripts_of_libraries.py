@@ -10,6 +10,7 @@ from matrix import HERE, run_ranks
 SCRIPTS = {
     "causal_lm": ("transformers",),
     "lora": ("transformers", "peft"),
+    "summaries": ("transformers",),
     "diffusion": ("diffusers",),
     "graphs": ("torch_geometric",),
     "image_classifier": ("timm", "torchvision"),
