@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _counted_adam import Adam
 from _results import record
 from _timing import bare_trainer, servers
 from lightning.pytorch import Callback, LightningModule
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import Equal, HybridGabraStrategy, register_optimizer
+from lightning_hybrid import Equal, HybridGabraStrategy
 
 PEERS = (
     "one device",
@@ -151,18 +152,6 @@ NETWORKS = {
     "unet": (unet, 8, 4, 96),
 }
 """What makes each of them, and its width, layers and size if nothing is said."""
-
-
-@register_optimizer
-class Adam(torch.optim.Adam):
-    """Notes what this process has of its states."""
-
-    states = 0
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        Adam.states = sum(v.nbytes for state in self.state.values() for v in state.values())
-        return loss
 
 
 class Model(LightningModule):

@@ -42,7 +42,9 @@ def unscale(gradients: Sequence[Tensor], factor: Tensor) -> bool:
         return False
     device = gradients[0].device
     # one number for all: a GPU is waited for once, and not for each gradient
-    found, factor = torch.zeros(1, device=device), factor.to(device, torch.float32)
+    # (both float32, whatever the default type is: torch's function wants that)
+    found = torch.zeros(1, dtype=torch.float32, device=device)
+    factor = factor.to(device, torch.float32)
     for of_one_type in alike.values():
         unscale_each(of_one_type, found, factor)
     return bool(found)

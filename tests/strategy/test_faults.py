@@ -34,7 +34,7 @@ SAVING = {
     "checkpoint": {"filename": "{step}", "save_on_exception": True},
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-SERVER = ["-m", "lightning_hybrid.worker"]
+SERVER = ["-P", "-m", "lightning_hybrid.worker"]
 LAUNCHES: dict[str, dict[str, Any]] = {
     "script": {},
     "torchrun": {"launcher": TORCHRUN},
@@ -85,7 +85,7 @@ def ready(training: Training, ranks: int) -> dict[int, int]:
 def servers(members: set[int]) -> dict[int, int]:
     """Those among these processes that the script has started for workers, by rank."""
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in members}
-    return {int(c[3]): pid for pid, c in commands.items() if c[1:3] == SERVER}
+    return {int(c[4]): pid for pid, c in commands.items() if c[1:4] == SERVER}
 
 
 def checkpoints(training: Training) -> list[Path]:
@@ -437,7 +437,7 @@ def test_a_killed_loader_process_ends_all_ranks(start: Start) -> None:
     training, process = start(stages=2, loader_processes=1)
     pids = ready(training, 2)
     members = family(process.pid)
-    [loader] = family(pids[0]) - {pids[0]} - family(pids[1])
+    [loader] = family(pids[0]) - {pids[0]} - {*servers(members).values()}
     since = time.monotonic()
     os.kill(loader, signal.SIGKILL)
     output = end(training, process, members, since)

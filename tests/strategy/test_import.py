@@ -20,7 +20,8 @@ def state():
 before = state()
 import lightning_hybrid
 assert state() == before
-data = pickle.dumps(lightning_hybrid.HybridGabraStrategy(1, 2))
+sizes = {"data_parallel_size": 1, "pipeline_parallel_size": 2}
+data = pickle.dumps(lightning_hybrid.HybridGabraStrategy(**sizes))
 trainer = Trainer(accelerator="cpu", devices=2, strategy=pickle.loads(data), logger=False)
 assert not trainer._accelerator_connector.is_distributed  # one replica
 trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)

@@ -61,7 +61,7 @@ def test_a_server_whose_store_is_gone_ends_without_a_word() -> None:
     host = subprocess.Popen([sys.executable, "-c", LASTS, f"{port}"])
     TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))  # (it is there)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "lightning_hybrid.worker", "1"]
+    command = [sys.executable, "-P", "-m", "lightning_hybrid.worker", "1"]
     server = subprocess.Popen(
         command, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
