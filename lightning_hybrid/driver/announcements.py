@@ -190,6 +190,10 @@ class Announcements:
         )
 
 
+_STYLE = re.compile(r"(not )?(len\()?(kw)?args\)?( == \d+)?")
+"""Conditions on how many arguments a network was given by position, or by name."""
+
+
 def _what_to_do(reason: str) -> str:
     """What has changed when a network was captured again, and what the user can do about it.
 
@@ -199,6 +203,15 @@ def _what_to_do(reason: str) -> str:
         reason: the condition that has failed, as TorchDynamo words it.
     """
     guard = reason.partition(" #")[0]
+    if _STYLE.fullmatch(guard):
+        return (
+            "way to pass arguments (by position or by name, more or fewer): each is captured once"
+        )
+    if "0/1 specialization" in reason:
+        return (
+            "size: a tensor has a single entry here, as with a last batch of one sample (the "
+            "DataLoader's drop_last=True leaves it out)"
+        )
     if "size mismatch" in guard:
         return (
             "size. If its Python looks at that size, pad the batches to a few sizes; else any goes"

@@ -168,6 +168,9 @@ def test_a_network_that_its_user_has_compiled_is_told_how_its_stages_are(module:
         ("tensor 'args[0]' size mismatch at index 1. expected 5, actual 7", "pad the batches"),
         ("len(kwargs['past']) == 1 # if past: # net.py:10 in forward", "one tensor of all"),
         ("forward.__self__.scale == 1.0 # len(x) # net.py:8 in forward", "make it a tensor"),
+        ("len(args) == 1 # return forward(*args, **kwargs) # capture.py:281", "each is captured"),
+        ("not kwargs # return forward(*args, **kwargs) # capture.py:281", "each is captured"),
+        ("2 <= args[0].size()[0] # if x is None: # net.py:8 (0/1 specialization)", "drop_last"),
     ],
 )
 def test_another_capture_is_told_with_what_to_do_about_it(reason: str, advice: str) -> None:
