@@ -51,8 +51,9 @@ def is_there(name: str, root: Path) -> bool:
 
 
 def entry(path: Path) -> str:
-    """A file as an item of a list."""
-    return "- " + "\n  ".join(path.read_text().strip().splitlines())
+    """A file as an item of a list; its links begin in the folder above from then on."""
+    lines = path.read_text().replace("](../", "](").strip().splitlines()
+    return "- " + "\n  ".join(lines)
 
 
 def released(text: str, version: str, date: str, paths: Iterable[Path]) -> str:

@@ -42,7 +42,9 @@ def copy(tmp_path: Path) -> Path:
     folder = tmp_path / "changelog"
     folder.mkdir()
     (folder / "README.md").write_text("How.\n")
-    (folder / "b.added.md").write_text("Something new\nin two lines.\n(tests/test_x.py)\n")
+    (folder / "b.added.md").write_text(
+        "Something [new](../docs/x.md)\nin two lines.\n(tests/test_x.py)\n"
+    )
     (folder / "a.fixed.md").write_text("A mistake.\n(tests/test_x.py, make demo)\n")
     (folder / "c.removed.md").write_text("Something old.\n(make demo)\n")
     return tmp_path
@@ -73,7 +75,7 @@ def test_a_release_collects_the_files_below_what_was_unreleased(copy: Path) -> N
   (tests/test_x.py, make demo)
 
 ### Added
-- Something new
+- Something [new](docs/x.md)
   in two lines.
   (tests/test_x.py)
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hybrid.asking.study import Study
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import cluster
+from lightning_hybrid.planning import run_cluster
 from lightning_hybrid.planning.fastest_sizes import Machine, fastest_sizes
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.run_cluster import Device, Rates
@@ -21,7 +21,7 @@ BATCH, MB = 12, 1e6
 @pytest.fixture(autouse=True)
 def _no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices have what this test says."""
-    monkeypatch.setattr(cluster, "COMMUNICATOR_BYTES", 0)
+    monkeypatch.setattr(run_cluster, "COMMUNICATOR_BYTES", 0)
 
 
 def network(

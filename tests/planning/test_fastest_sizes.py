@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import cluster
+from lightning_hybrid.planning import run_cluster
 from lightning_hybrid.planning.arrangements import Arrangement
 from lightning_hybrid.planning.fastest_sizes import ChosenSizes, Machine, fastest_sizes
 from lightning_hybrid.planning.partition_table import PartitionTable
@@ -26,7 +26,7 @@ def choose(
 @pytest.fixture(autouse=True)
 def _no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices have what these tests say."""
-    monkeypatch.setattr(cluster, "COMMUNICATOR_BYTES", 0)
+    monkeypatch.setattr(run_cluster, "COMMUNICATOR_BYTES", 0)
 
 
 def machine(devices: int = 2, **changes: Any) -> Machine:

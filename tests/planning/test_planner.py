@@ -12,7 +12,7 @@ from torch import nn
 from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning import cluster
+from lightning_hybrid.planning import run_cluster
 from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.memory_check import ChainSizes
 from lightning_hybrid.planning.memory_needed import held_in_training
@@ -28,7 +28,7 @@ MICROBATCHES = 8
 @pytest.fixture(autouse=True)
 def _no_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices have what these tests say."""
-    monkeypatch.setattr(cluster, "COMMUNICATOR_BYTES", 0)
+    monkeypatch.setattr(run_cluster, "COMMUNICATOR_BYTES", 0)
 
 
 @cache

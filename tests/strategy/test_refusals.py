@@ -226,7 +226,7 @@ def test_more_stages_than_partitions() -> None:
     stages = 50
     module = nn.ModuleDict({"net": nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))})
     remote = SimpleNamespace(suspended=nullcontext)
-    calls = SimpleNamespace(follows=False)
+    calls = SimpleNamespace(as_on_one_device=False)
     driver = SimpleNamespace(  # as far as it is asked
         device=torch.device("cpu"), remote=remote, calls=calls
     )
