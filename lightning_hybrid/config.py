@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from lightning_hybrid.contradicting_options import check_pairs, check_schedule
+from lightning_hybrid.contradicting_options import check_pairs, check_plan
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.options import (
     Asynchronous,
@@ -88,7 +88,7 @@ class Config:
             raise PlanError(f"num_microbatches={count} must be at least 1 or 'auto'.")
         self._check_kinds()
         self._check_schedule()
-        check_schedule(self.shown_schedule, self._scheduled, self.plan)
+        check_plan(self.shown_schedule, self._scheduled, self.plan)
         check_pairs(self._asked(), self._asked_stages)
         # the run reads this here and in the plan: what is said in one of them holds for both
         if self.plan is not None and self.recompute != "auto":

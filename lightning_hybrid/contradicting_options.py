@@ -110,7 +110,7 @@ def check_pairs(asked: Mapping[str, str], devices: int | None) -> None:
                 )
 
 
-def check_schedule(shown: str, name: str, plan: Plan | None) -> None:
+def check_plan(shown: str, name: str, plan: Plan | None) -> None:
     """Check that the schedule does not contradict the plan.
 
     Args:

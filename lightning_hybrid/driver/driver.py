@@ -64,6 +64,7 @@ from lightning_hybrid.stage import (
 )
 from lightning_hybrid.state import (
     DividedCheckpoint,
+    NoRoom,
     Shard,
     await_shard,
     finish,
@@ -550,7 +551,7 @@ class Driver:
             return
         try:
             self.weights.bring_into_module(but=back)
-        except OSError as error:
+        except NoRoom as error:
             self._options.say(
                 f"{error}. So the weights that other ranks have trained end with the run, and a "
                 "read of one is an error: checkpoints of the run have all of them."

@@ -80,7 +80,7 @@ class FilesOfWorkers:
             under ``"weights"`` (buffers included) and ``"gradients"``.
 
         Raises:
-            OSError: there is no room for a file.
+            NoRoom: there is no room for a file.
         """
         return self._ask(WriteTensors(self.folder, at_end, but))
 
@@ -94,7 +94,7 @@ class FilesOfWorkers:
             By name of the parameter, its state by key.
 
         Raises:
-            OSError: there is no room for a file.
+            NoRoom: there is no room for a file.
         """
         found = self._ask(WriteStates(index, self.folder))
         return {name: state for file in found for name, state in file.items()}
@@ -347,7 +347,7 @@ class Weights:
             but: names of the tensors that this rank has already, from :meth:`take_back`.
 
         Raises:
-            OSError: there is no room for a file of them.
+            NoRoom: there is no room for a file of them.
         """
         self._remote.adopt_replaced(computes=False)
         owned = self.owned_elsewhere().keys() - but
@@ -383,7 +383,7 @@ class Weights:
                 they are read.
 
         Raises:
-            OSError: there is no room for the files.
+            NoRoom: there is no room for the files.
         """
         values = self._unread() if unread else self._mapped()
         with having_all(self._start, values), self._remote.showing(values):

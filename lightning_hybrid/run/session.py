@@ -515,16 +515,10 @@ class DriverSession:
     def stage_shards(
         self, checkpoint: Mapping[str, Any], folder: Path, given_up: Event
     ) -> Callable[[], None]:
-        """Copy the tensors of a sharded checkpoint, each rank its own, to write them later.
+        """Have each rank copy what it owns of a sharded checkpoint, to be written later.
 
-        Args:
-            checkpoint: the ordinary checkpoint, with unread tensors for what workers own.
-            folder: an empty folder that all ranks can write to.
-            given_up: an event that is set when workers may be gone.
-
-        Returns:
-            A function for any thread, which writes this rank's copy, waits for those of the workers
-            and completes the checkpoint.
+        Arguments and result are those of `stage_shards` of
+        :class:`lightning_hybrid.driver.driver.Driver`.
         """
         return self._driver.stage_shards(checkpoint, folder, given_up)
 

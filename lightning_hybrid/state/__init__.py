@@ -55,6 +55,7 @@ from lightning_hybrid.state.sharded_checkpoint import (
 from lightning_hybrid.state.sharded_saves import Background, ShardedSaves
 from lightning_hybrid.state.tensor_file import (
     FilesOfWorker,
+    NoRoom,
     let_go_of_checkpoints,
     put_mapped,
     read_files,

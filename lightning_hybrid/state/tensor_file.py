@@ -58,6 +58,10 @@ class NoAddresses(HybridError):
     """The address space of this process is limited (``ulimit -v``), and has no room for so much."""
 
 
+class NoRoom(OSError):
+    """Neither a disk nor the memory of this process has room for a file of tensors."""
+
+
 @dataclass(frozen=True)
 class _PlaceInFile(Token):
     """Stands in place of a tensor in nested containers, and says where in a file its numbers are.
@@ -107,7 +111,7 @@ class TensorFile:
             the memory has, the file is one in memory.
 
     Raises:
-        OSError: there is no room for so many bytes.
+        NoRoom: there is no room for so many bytes.
     """
 
     def __init__(self, folder: str, nbytes: int = 0) -> None:
@@ -219,7 +223,7 @@ def _nameless_file(folder: str, nbytes: int) -> BinaryIO:
     """Make a file without a name, to write and read; for the arguments see :class:`TensorFile`.
 
     Raises:
-        OSError: there is no room for so many bytes.
+        NoRoom: there is no room for so many bytes.
     """
     writable = Path(folder).is_dir() and os.access(folder, os.W_OK)
     for place in (folder, None) if writable else (None,):
@@ -233,7 +237,7 @@ def _nameless_file(folder: str, nbytes: int) -> BinaryIO:
     free = free_on(torch.device("cpu"))
     if hasattr(os, "memfd_create") and (free is None or nbytes < free):
         return os.fdopen(os.memfd_create("tensors"), "w+b")
-    raise OSError(
+    raise NoRoom(
         errno.ENOSPC,
         f"There is no room for {gigabytes(nbytes)} of tensors: neither in this folder, nor in the "
         "system's temporary one (TMPDIR), nor in memory",
@@ -566,12 +570,17 @@ def received(answer: Answer, folder: str) -> Any:
         The worker's nested containers with the tensors, which map the file.
 
     Raises:
-        OSError: there is no room for the file.
+        NoRoom: there is no room for the file.
     """
     packed, specs = answer.value
     nbytes = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)
-    with closing(TensorFile(folder, nbytes)) as file:
-        return file.receive(packed, specs, (tensor for _, tensor in answer.tensors))
+    try:
+        with closing(TensorFile(folder, nbytes)) as file:
+            return file.receive(packed, specs, (tensor for _, tensor in answer.tensors))
+    except NoRoom:
+        raise
+    except OSError as error:  # (a quota, say, of which nothing was known before)
+        raise NoRoom(error.errno, f"A file of tensors: {error.strerror}", folder) from error
 
 
 def put_mapped(module: nn.Module, values: Mapping[str, Tensor]) -> None:

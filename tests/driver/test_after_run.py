@@ -416,6 +416,22 @@ def test_where_there_is_no_room_for_files_the_driver_keeps_what_it_owns(
         bring_here(trained.module)
 
 
+def test_another_error_is_not_taken_for_a_lack_of_room(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained(replicas, (1, 0))
+
+    def failing(**_: Any) -> None:
+        raise FileNotFoundError("a file that a stage reads")
+
+    monkeypatch.setattr(trained.replica.driver._files, "tensors", failing)
+    with pytest.raises(FileNotFoundError, match="a stage reads"):
+        trained.replica.driver.bring_all()
+    monkeypatch.undo()
+    trained.end()
+    assert_same(dict(trained.module.state_dict()), dict(trained.reference.state_dict()))
+
+
 def no_disk(*_: Any, **__: Any) -> None:
     raise FileNotFoundError("no usable temporary directory")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.driver.weights import FilesOfWorkers
-from lightning_hybrid.state.tensor_file import FilesOfWorker, put_mapped, received
+from lightning_hybrid.state.tensor_file import FilesOfWorker, NoRoom, put_mapped, received
 
 
 def test_the_driver_maps_what_the_workers_own(replicas: Any, tmp_path: Path) -> None:
@@ -52,6 +52,15 @@ def test_tensors_that_are_sent_keep_their_strides_and_what_is_no_dense_tensor(
     assert found["a"][1:] == [3, value["a"][2]]
     assert torch.equal(found["b"]["c"], torch.ones(2))
     assert found["b"]["d"] is sparse
+
+
+def test_a_quota_that_is_noticed_while_writing_is_a_lack_of_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = FilesOfWorker().answer([torch.ones(2)], None)
+    monkeypatch.setattr("lightning_hybrid.state.tensor_file.TensorFile._write", _full)
+    with pytest.raises(NoRoom, match="No space left"):
+        received(answer, "")
 
 
 def _full(*_: Any, **__: Any) -> None:
