@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hybrid.allocation import Floats, Problem, allocate
-from lightning_hybrid.allocation.chromosomes import GabraSettings
-from lightning_hybrid.allocation.gabra import gabra
+from lightning_hybrid.allocation.gabra import GabraSettings, gabra
 from lightning_hybrid.allocation.knapsack import Objective
 from lightning_hybrid.allocation.literal import literal_gabra
 from lightning_hybrid.errors import AllocationError

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.cluster_description import ClusterDescription
+from lightning_hybrid.planning.fastest_cuts import best_chain
 from lightning_hybrid.planning.partition_table import PartitionTable, count
 from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.planning.step_time import speedup

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hybrid.allocation.black_box_gabra import Breeding, evolve
-from lightning_hybrid.allocation.exact import cut_chain
+from lightning_hybrid.allocation.exact_makespan import cut_chain
 from lightning_hybrid.allocation.gabra import gabra
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 from lightning_hybrid.allocation.literal import literal_gabra

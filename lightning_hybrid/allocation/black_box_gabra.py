@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import roulette
+from lightning_hybrid.allocation.genetic_operators import roulette
 from lightning_hybrid.errors import AllocationError
 
 Genes = TypeVar("Genes", bound=Hashable)

@@ -14,11 +14,16 @@ It is steady-state, like the paper's: in each generation one child replaces the 
 best value never gets worse. It stops after `generations`, or when the best value reaches a proven
 bound (for `profit` on equal devices at once, since all assignments are equal); for large problems
 when the best value is within `tolerance` of the bound. It calls no exact solver.
+
+Here is the course of the search. Its operators (roulette wheel, crossover, inversion and the other
+mutation, local search) are in `genetic_operators`.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import FreeAssignments, GabraSettings, roulette
+from lightning_hybrid.allocation.genetic_operators import FreeAssignments, roulette
 from lightning_hybrid.allocation.knapsack import SLACK, Floats, Ints, Problem
 
 _SMALL = 100_000
@@ -28,6 +33,32 @@ and not within `tolerance` of it."""
 _FULL_WORK = 16_000
 """Largest product of partitions and devices for which the search has its full population and
 generations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GabraSettings:
+    """Parameters of the genetic algorithm; those that the paper gives are marked.
+
+    Attributes:
+        population: number of members.
+        generations: t_max, the number of generations.
+        crossover: probability of a crossover (paper).
+        mutation: probability of each mutation.
+        tries: number of rejected children in a row after which random members are tried in their
+            place (in `gabra-literal`: the search ends).
+        tolerance: relative distance from the proven bound at which a large problem counts as
+            solved.
+        refine: whether new members are improved by local search; `False` is for measuring its
+            effect.
+    """
+
+    population: int = 40
+    generations: int = 150
+    crossover: float = 0.8
+    mutation: float = 0.6
+    tries: int = 60
+    tolerance: float = 1e-3
+    refine: bool = True
 
 
 def gabra(

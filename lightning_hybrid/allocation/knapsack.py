@@ -147,7 +147,10 @@ class Problem:
 
     @cached_property
     def ceilings(self) -> Floats:
-        """(k, m) limits of the k quantities in `weights` on each device, rounding tolerated."""
+        """(k, m) limits of the k quantities in `weights` on each device.
+
+        They are multiplied by 1 + `SLACK`, so that rounding alone exceeds none.
+        """
         limits = np.array([limits for _, limits in self._limited]).reshape(-1, self.m)
         return limits * (1 + SLACK)
 

@@ -35,13 +35,8 @@ genes and crossover recombines them.
 
 import numpy as np
 
-from lightning_hybrid.allocation.chromosomes import (
-    FreeAssignments,
-    GabraSettings,
-    roulette,
-    stretch,
-)
-from lightning_hybrid.allocation.gabra import GabraRun
+from lightning_hybrid.allocation.gabra import GabraRun, GabraSettings
+from lightning_hybrid.allocation.genetic_operators import FreeAssignments, roulette, stretch
 from lightning_hybrid.allocation.knapsack import SLACK, Ints, Problem
 from lightning_hybrid.errors import AllocationError
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_hybrid._torch.capture import (
+from lightning_hybrid._torch.dynamo import (
     FAILED_AT_ONCE,
     FailOnRecompileLimitHit,
     TorchDynamoException,

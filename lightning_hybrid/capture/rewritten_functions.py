@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.capture import FREE_CONVOLUTIONS, Replaced, stop_capture
+from lightning_hybrid._torch.dynamo import FREE_CONVOLUTIONS, Replaced, stop_capture
 from lightning_hybrid._torch.modules import BatchNorm, check_dimensions, detects_causal_mask
 from lightning_hybrid.graph import FREE_SEQUENCES
 

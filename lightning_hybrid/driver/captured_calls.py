@@ -42,7 +42,7 @@ from lightning_hybrid._torch.autograd import (
     own_saved_tensors,
     users_mode,
 )
-from lightning_hybrid._torch.capture import without_mode
+from lightning_hybrid._torch.dynamo import without_mode
 from lightning_hybrid.capture import NotCaptured
 from lightning_hybrid.driver.adoption import Adoption
 from lightning_hybrid.driver.found_network import FoundNetwork, indented, is_materialized

@@ -1,5 +1,6 @@
 """A captured network as data: where its tensors hold samples, partitions, cuts, code of stages."""
 
+from lightning_hybrid.graph.allowed_cuts import Cuts
 from lightning_hybrid.graph.cut_stages import (
     Stage,
     StageCode,
@@ -10,7 +11,6 @@ from lightning_hybrid.graph.cut_stages import (
     cut_at,
     make_stages,
 )
-from lightning_hybrid.graph.cuts import Cuts
 from lightning_hybrid.graph.graph import (
     Leaf,
     NetworkGraph,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph.cuts import Cuts
+from lightning_hybrid.graph.allowed_cuts import Cuts
 from lightning_hybrid.graph.graph import Layer, NetworkGraph
 
 

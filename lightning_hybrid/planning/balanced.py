@@ -3,14 +3,14 @@
 With many micro-batches a step takes about their number times the time of its slowest stage or
 message, so such cuts are nearly the best. They are found by bisection: for a time limit each stage
 takes as many partitions as it can, and either the last one reaches the end of the network or the
-limit is too low. `chains.best_chain` is optimal, but too slow for a thousand stages.
+limit is too low. `fastest_cuts.best_chain` is optimal, but too slow for a thousand stages.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_hybrid.planning.chains import fair_ends
+from lightning_hybrid.planning.fastest_cuts import fair_ends
 from lightning_hybrid.planning.step_problem import StepProblem
 
 _HALVINGS = 24

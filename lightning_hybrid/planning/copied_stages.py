@@ -12,8 +12,8 @@ from itertools import accumulate, combinations, pairwise
 from math import comb
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.chains import fair_ends
 from lightning_hybrid.planning.dealt_time import dealt_s
+from lightning_hybrid.planning.fastest_cuts import fair_ends
 from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.simulate import DealtCosts, Edge
 from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem

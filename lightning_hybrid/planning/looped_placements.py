@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning.chains import fair_ends
+from lightning_hybrid.planning.fastest_cuts import fair_ends
 from lightning_hybrid.planning.step_problem import StepProblem
 from lightning_hybrid.schedules import MOST_ROUNDS, loop_order
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from lightning_hybrid.allocation import Breeding, Problem, allocate, evolve, merge
 from lightning_hybrid.errors import AllocationError, PlanError
-from lightning_hybrid.planning.chains import best_chain
 from lightning_hybrid.planning.copied_stages import (
     AfterBackward,
     CopiedStages,
@@ -20,6 +19,7 @@ from lightning_hybrid.planning.copied_stages import (
     of_slowest,
 )
 from lightning_hybrid.planning.dealt_time import dealt_s
+from lightning_hybrid.planning.fastest_cuts import best_chain
 from lightning_hybrid.planning.free_placements import FreePlacements, runs
 from lightning_hybrid.planning.looped_placements import best_loop
 from lightning_hybrid.planning.partition_table import PartitionTable

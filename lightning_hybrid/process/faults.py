@@ -1,4 +1,13 @@
-"""Find the first error of a run on every rank, through the store: the first to fail writes it."""
+"""The first error of a run, kept in the store of all ranks; threads that watch the store.
+
+The first rank to fail writes its error to the store, where the others find it (`first_fault`). Two
+kinds of threads end a process: `FaultWatchdog`, if the process goes on after a failure elsewhere,
+and `HostWatch`, if the process of rank 0, which hosts the store, no longer answers.
+
+What is elsewhere: which error a rank then raises, and what it prints, is decided in
+``strategy/launcher.py`` (``_raise_first``). That a started process was killed is noticed in
+``killed_ranks.py``.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -129,7 +138,9 @@ def lost_ranks(here: Coordinates, ranks: Iterable[int]) -> Failure:
 
 
 def tell_lost(everyone: ConnectedRank, ranks: Iterable[int]) -> None:
-    """Record in the store that ranks are lost, unless a failure is there, by which they ended.
+    """Record in the store that ranks are lost.
+
+    If a failure is recorded already, it stays: the ranks ended because of it.
 
     Called on a rank that has started these processes.
 

@@ -52,7 +52,7 @@ from lightning_hybrid.state.sharded_checkpoint import (
     write_rest,
     write_shard,
 )
-from lightning_hybrid.state.sharded_saves import Background, ShardedSaves
+from lightning_hybrid.state.sharded_save_order import Background, ShardedSaves
 from lightning_hybrid.state.tensor_file import (
     FilesOfWorker,
     NoRoom,

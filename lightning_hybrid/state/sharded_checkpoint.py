@@ -10,6 +10,8 @@ The keys of tensors are those of the ordinary checkpoint, dotted: ``state_dict.n
 ``optimizer_0.state.3.exp_avg``. Ranks need no process group to write it: each one plans its own
 part, and the driver joins the parts to the metadata. A reader follows the outline, tensor by
 tensor, whichever ranks have written it.
+
+In which order checkpoints are saved and removed is in `sharded_save_order`.
 """
 
 import dataclasses

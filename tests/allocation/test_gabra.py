@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import Problem, allocate
-from lightning_hybrid.allocation.chromosomes import FreeAssignments, GabraSettings
-from lightning_hybrid.allocation.gabra import gabra
+from lightning_hybrid.allocation.gabra import GabraSettings, gabra
+from lightning_hybrid.allocation.genetic_operators import FreeAssignments
 from lightning_hybrid.errors import AllocationError
 
 FOLDER = Path(import_module("lightning_hybrid.allocation").__file__ or "").parent
@@ -158,7 +158,7 @@ def imported(name: str) -> set[str]:
 
 def test_gabra_knows_no_exact_solver() -> None:
     names = imported("gabra")
-    assert "lightning_hybrid.allocation.chromosomes" in names
+    assert "lightning_hybrid.allocation.genetic_operators" in names
     assert not [name for name in names if "exact" in name or "scipy" in name or "merging" in name]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hybrid.allocation import Problem, allocate
-from lightning_hybrid.allocation.chromosomes import GabraSettings
+from lightning_hybrid.allocation.gabra import GabraSettings
 from lightning_hybrid.allocation.literal import literal_gabra, printed_children
 from lightning_hybrid.errors import AllocationError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid._torch.capture import Replaced, capture_settings
+from lightning_hybrid._torch.dynamo import Replaced, capture_settings
 from lightning_hybrid.capture.rewritten_functions import captured_functions
 
 

@@ -4,7 +4,6 @@ import functools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -16,18 +15,10 @@ from driven import batches
 from monai.data import MetaTensor
 from torch import Tensor, nn
 
-from lightning_hybrid._torch import capture
 from lightning_hybrid.driver import verification
 from lightning_hybrid.driver.module_copy import ModuleCopy
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.planning.plan import Plan
-
-
-@pytest.fixture(autouse=True)
-def as_torch_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TorchDynamo guards what it guards by itself."""
-    for name in ("_corrected", "_guarded_keys"):
-        monkeypatch.setattr(capture, name, nullcontext(), raising=False)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from planned import step_problem
 
 from lightning_hybrid.planning.balanced import balanced_ends
-from lightning_hybrid.planning.chains import best_chain, fair_ends
+from lightning_hybrid.planning.fastest_cuts import best_chain, fair_ends
 from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 
 

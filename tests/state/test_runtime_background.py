@@ -4,7 +4,7 @@ from threading import Event
 
 import pytest
 
-from lightning_hybrid.state.sharded_saves import Background
+from lightning_hybrid.state.sharded_save_order import Background
 
 
 def test_jobs_are_done_in_order_and_waited_for() -> None:

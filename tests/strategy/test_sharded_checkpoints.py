@@ -18,7 +18,7 @@ from lightning_hybrid.run.checkpoint_io import AtomicCheckpointIO
 from lightning_hybrid.state import replaced_files as checkpoints
 from lightning_hybrid.state import save_alone
 from lightning_hybrid.state.sharded_checkpoint import read_sharded
-from lightning_hybrid.state.sharded_saves import ShardedSaves
+from lightning_hybrid.state.sharded_save_order import ShardedSaves
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 slow = pytest.mark.conformance

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_hybrid._torch import capture
+from lightning_hybrid._torch import dynamo
 from lightning_hybrid._torch.private_names import OPTIONAL, find
 
 ROOT = Path(__file__).parents[2]
@@ -681,8 +681,8 @@ def looked_up(tree: ast.Module) -> set[str]:
 def test_each_name_that_is_looked_up_has_a_check_and_no_other_one() -> None:
     found = set[str]().union(*map(looked_up, FILES.values()))
     for place, settings in (
-        ("torch._dynamo.config", capture._CAPTURE),
-        ("torch.fx.experimental._config", capture._SHAPES),
+        ("torch._dynamo.config", dynamo._CAPTURE),
+        ("torch.fx.experimental._config", dynamo._SHAPES),
     ):
         found |= {f"{place}:{name}" for name in settings}
     assert found == CHECKS.keys()

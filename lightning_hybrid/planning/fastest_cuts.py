@@ -1,4 +1,7 @@
-"""Find the chain of least step time for a given order of devices, by dynamic programming.
+"""The default search of cuts: a dynamic programme finds the chain with the shortest step.
+
+The order of the devices is given. (Cuts of least makespan or most profit, the literal allocation
+problem, have a programme of their own: `lightning_hybrid.allocation.exact_makespan`.)
 
 A chain has one stage per device. Its step time (see `step_time`) is neither a sum nor a maximum
 over its stages, but a function of five numbers that grow as stages are put in front, from the last

@@ -1,4 +1,7 @@
-"""Saves and removes sharded checkpoints in order, at once or in the background of training."""
+"""When sharded checkpoints are saved and removed: in order, at once or in the background.
+
+What is written to their folders, and how it is read, is in `sharded_checkpoint`.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -70,6 +73,7 @@ class Stager(Protocol):
     def stage_shards(
         self, checkpoint: dict[str, Any], folder: Path, given_up: Event
     ) -> Callable[[], None]: ...
+
     def await_shards(self) -> None: ...
 
 

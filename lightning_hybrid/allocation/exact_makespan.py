@@ -1,6 +1,6 @@
-"""Cut a chain of partitions for its devices with the least makespan or most profit, exactly.
+"""Cuts of least makespan or most profit (not of the fastest step: `planning.fastest_cuts`).
 
-The default objective, step time, has its own programme: `lightning_hybrid.planning.chains`.
+A dynamic programme solves the literal allocation problem (`knapsack.Problem`) for chains, exactly.
 """
 
 import numpy as np

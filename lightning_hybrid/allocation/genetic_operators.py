@@ -1,11 +1,10 @@
-"""The chromosomes of GABRA, free assignments, and the operators on them.
+"""The operators of GABRA: roulette wheel, crossover, inversion, another mutation, local search.
 
-Gene i is the device of partition i, as in the paper. Two operators are not the paper's: a mutation
-that reaches what inversion cannot (devices absent from the population), and `refine`, a local
-search. No operator uses an exact solver.
+They work on chromosomes. A chromosome is an assignment of partitions to devices: gene i is the
+device of partition i, as in the paper. Two operators are not the paper's: `perturb`, a mutation
+that brings back devices which all members have lost (inversion cannot), and `refine`, a local
+search. No operator uses an exact solver. `gabra` and `literal` decide when which of them is used.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,32 +15,6 @@ _LOOKED_AT, _CELLS = 512, 30_000
 """Limits of each step of the local search: number of changes of which it takes the best; and number
 of genes of all these changed assignments together, which leaves fewer changes for large
 problems."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GabraSettings:
-    """Parameters of the genetic algorithm; those that the paper gives are marked.
-
-    Attributes:
-        population: number of members.
-        generations: t_max, the number of generations.
-        crossover: probability of a crossover (paper).
-        mutation: probability of each mutation.
-        tries: number of rejected children in a row after which random members are tried in their
-            place (in `gabra-literal`: the search ends).
-        tolerance: relative distance from the proven bound at which a large problem counts as
-            solved.
-        refine: whether new members are improved by local search; `False` is for measuring its
-            effect.
-    """
-
-    population: int = 40
-    generations: int = 150
-    crossover: float = 0.8
-    mutation: float = 0.6
-    tries: int = 60
-    tolerance: float = 1e-3
-    refine: bool = True
 
 
 def roulette(fitness: Floats, rng: np.random.Generator) -> int:

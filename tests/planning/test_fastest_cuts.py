@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from planned import simulate, step_problem
 
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.planning import chains
-from lightning_hybrid.planning.chains import best_chain
+from lightning_hybrid.planning import fastest_cuts
+from lightning_hybrid.planning.fastest_cuts import best_chain
 from lightning_hybrid.planning.partition_table import TiedWeight
 from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.schedules.gpipe import gpipe
@@ -102,7 +102,7 @@ def test_the_quick_pass_for_large_problems_comes_within_1_per_cent(
         found = problem(seed, 60, 8, 8)
         best = best_chain(found, order(8))[1]
         with monkeypatch.context() as patch:
-            patch.setattr(chains, "_SMALL", 0)
+            patch.setattr(fastest_cuts, "_SMALL", 0)
             assert best <= best_chain(found, order(8))[1] <= 1.01 * best
 
 
