@@ -1,5 +1,6 @@
 """Compares the results of two calls of a network: nested tensors and numbers, up to rounding."""
 
+from cmath import isclose
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -15,18 +16,21 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def differences(found: Any, expected: Any, epsilon: float, *, part: bool = False) -> list[str]:
-    """Describe where two results differ, one text for each place; no text: they are equal.
+    """Describe where two results differ, one text for each place.
 
-    Sums in another order are rounded otherwise, so numbers may differ by the square root of
-    ``epsilon``, relative to the largest number of a tensor.
+    No text: they agree within rounding (sums in another order are rounded otherwise). Real numbers
+    of a tensor may differ by about sqrt(epsilon) times its largest number, or epsilon times the
+    largest of all tensors if that is more; floats outside of tensors by about sqrt(epsilon) times
+    their size. All else must be equal; NaN equals NaN.
 
     Args:
         found: the result of one call: tensors and numbers in lists, dictionaries, dataclasses, ...;
             other objects are not compared.
         expected: the result of the other call, in the same structure, perhaps on another device.
         epsilon: the precision in which both were computed, as in `torch.finfo`.
-        part: whether ``expected`` is the result for the first samples only, which its sizes tell.
-            Numbers that are not in tensors may depend on how many there are, and are not compared.
+        part: whether ``expected`` is the result for the first samples only. How many these are is
+            read from the sizes of its tensors. Numbers and texts outside of tensors possibly depend
+            on how many samples there are, so they are not compared then.
     """
     one, other = dict(_leaves(found)), dict(_leaves(expected))
     largest = max((_largest(v) for v in other.values() if isinstance(v, Tensor)), default=0.0)
@@ -176,11 +180,11 @@ def _difference(one: Any, other: Any, epsilon: float, largest: float, *, part: b
 def _of_numbers(one: Any, other: Any, epsilon: float, *, part: bool) -> str | None:
     if type(one) is not type(other):
         return f"is {_kind(one)} and should be {_kind(other)}"
-    # (`one != one`: it is NaN)
-    if part or one == other or one != one:
+    # (a number that is not equal to itself is NaN)
+    if part or one == other or (one != one and other != other):
         return None
-    rounds = isinstance(one, float | complex)
-    if rounds and abs(one - other) <= epsilon**0.5 * abs(other):
+    # (`isclose` takes no other number for close to an infinite one)
+    if isinstance(one, float | complex) and isclose(one, other, rel_tol=epsilon**0.5):
         return None
     return f"is {one!r} and should be {other!r}"
 

@@ -79,6 +79,19 @@ def test_rounding_is_no_difference() -> None:
     assert differences({"a": turned * 1j}, {"a": turned}, 1e-7)
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), complex(float("nan"), 1.0)])
+def test_a_number_that_is_not_finite_equals_itself_alone(odd: complex) -> None:
+    other = type(odd)(1.0)
+    again = complex(odd.real, odd.imag) if isinstance(odd, complex) else float(odd)
+    assert differences({"a": odd}, {"a": again}, EPSILON) == []
+    assert differences({"a": odd}, {"a": other}, EPSILON) == [
+        f"a is {odd!r} and should be {other!r}"
+    ]
+    assert differences({"a": other}, {"a": odd}, EPSILON) == [
+        f"a is {other!r} and should be {odd!r}"
+    ]
+
+
 def test_the_first_samples_are_compared_with_a_part_and_numbers_are_not() -> None:
     whole = result(size=4, first=torch.arange(6).view(2, 3), feature=torch.eye(3))
     part = {
