@@ -119,7 +119,9 @@ class NotCaptured(Exception):
 
     Args:
         reason: TorchDynamo's reason, and where in the user's code, in one line without a full stop.
-        by_its_kind: whether calls in another mode (training) may well be captured.
+        only_in_this_mode: whether only the mode of this call is to blame: it is an evaluation, or
+            nothing is trained. A later call in another mode may be captured, so the network should
+            not be given up.
         advice: what the user can do, as a sentence with its full stop.
     """
 
@@ -127,12 +129,12 @@ class NotCaptured(Exception):
         self,
         reason: str,
         *,
-        by_its_kind: bool = False,
+        only_in_this_mode: bool = False,
         advice: str = "Name the part of the model that is to be cut: the strategy's network='...'.",
     ) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.by_its_kind = by_its_kind
+        self.only_in_this_mode = only_in_this_mode
         self.advice = advice
 
 
@@ -362,7 +364,7 @@ class Capture:
             if killed := _KILLED_LOADER.search(str(error)):
                 raise RuntimeError(killed[0]) from error
             if PACKS in str(error):
-                raise NotCaptured(PACKS, by_its_kind=True) from error
+                raise NotCaptured(PACKS, only_in_this_mode=True) from error
             if installs_hooks(str(error), self.network):
                 return self._called(args, kwargs)
             if "requires_grad_()" in str(error) and not self._marking:

@@ -1,6 +1,8 @@
 """Links between neighbouring stages, for activations and gradients.
 
 The stages of a replica form a ring: driver -> stage 0 -> ... -> last stage, which is on the driver.
+A link packs and orders messages; the send and receive of the process group are
+:class:`~lightning_hybrid.comm.connections.GroupWire`'s.
 """
 
 from collections import deque

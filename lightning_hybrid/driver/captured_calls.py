@@ -201,9 +201,9 @@ class CapturedCalls:
             return self.captured(found, arguments, keywords)
         except NotCaptured as error:
             reason = f"it cannot be captured as one graph:\n{indented(error.reason)}"
-            if error.by_its_kind and torch.is_grad_enabled():
-                # (nor can it run on the driver: torch decides by the class of weights, and those
-                # of other ranks are proxies)
+            if error.only_in_this_mode and torch.is_grad_enabled():
+                # (nor can it run on the driver: torch computes something else if weights are of a
+                # class of their own, and here those of other ranks are proxies)
                 raise NetworkError(
                     f"{found.shown} cannot be called in this way: {error.reason}."
                 ) from error

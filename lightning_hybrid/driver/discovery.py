@@ -182,13 +182,13 @@ class Discovery:
         )
 
     def changed(self) -> str:
-        """What has changed in the module since the run began, so that other stages cannot be made.
+        """Find a change of the module since the run began, because of which it cannot be cut anew.
 
-        It is asked before the networks are cut at other places. Parameters that were replaced and
-        hooks on gradients that were added or removed are seen.
+        The session asks before it cuts the networks at other places. Parameters that were replaced,
+        and hooks on gradients that were added or removed, are seen.
 
         Returns:
-            A clause; empty: nothing has changed.
+            The first such change that is found, as a clause; empty: nothing has changed.
         """
         now = dict(self._module.named_parameters())
         for name in sorted(now.keys() | self._parameters.keys()):
@@ -218,7 +218,7 @@ class Discovery:
         """Handle a call of a watched module, outside of calls of other watched modules.
 
         If a network inside of the module is cut already, the module's own Python runs, which calls
-        the network. Else see :meth:`_called_first`.
+        the network. Else see :meth:`_called_undecided`.
 
         Args:
             name: dotted name of the module in the LightningModule.
@@ -231,7 +231,7 @@ class Discovery:
         """
         this = self._watched[name]
         if not self._is_around_a_network(module):
-            return self._called_first(this, arguments, keywords)
+            return self._called_undecided(this, arguments, keywords)
         unwatch(module)  # (so that its Python runs, which calls the network)
         self._driver.have_here(module)
         try:
@@ -239,13 +239,19 @@ class Discovery:
         finally:
             self._watch([this])
 
-    def _called_first(
+    def _called_undecided(
         self, this: WatchedModule, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Make a call of a module for which it is not decided if it is cut, kept or opened.
+        """Make a call of a module that is not yet cut, kept or opened (see `ModuleState`).
 
-        The call decides that, if it can: it is captured, and cut if possible. One in which the
-        module cannot be cut yet runs on the driver, and the next call comes here again.
+        If this call can, it decides which of these the module becomes. If the call is captured as
+        one graph, that graph is cut; a module whose graph cannot be cut is kept on the driver. If
+        it is not captured as one graph, the module is opened: its Python runs here, and the modules
+        that it calls are looked at instead. If none of these is large enough, the module is cut as
+        a chain of graphs.
+
+        A call that stages cannot compute, or that comes before the module may be cut, runs on the
+        driver and decides nothing. With one rank nothing is cut: the module is only compiled.
 
         Args:
             this: the module.
@@ -297,7 +303,7 @@ class Discovery:
         # (nothing of the call has run by then, so it can be made in another way)
         except NotCaptured as error:
             reason = error.reason
-            if error.by_its_kind:
+            if error.only_in_this_mode:
                 aside = f"is not captured in its first calls: {reason}"
                 return self._call_aside(this, ModuleState.ASIDE, aside, watched, call)
         this.several = indented(_hooks_first(module, reason))

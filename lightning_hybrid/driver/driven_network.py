@@ -216,7 +216,7 @@ class DrivenNetwork(StagedNetwork):
             averages = grad and again is None and self._averages_inside()
             call, command = self.open_call(key, again=again, averages=averages)
             self._commands.tell(command)
-            self._told(key.trainable)
+            self._average_what_workers_do(key.trainable)
         else:
             call, command = launched.call, launched.command
             self._launch(specialization, leaves)
@@ -309,7 +309,7 @@ class DrivenNetwork(StagedNetwork):
             averaged=averaged,
         )
         self._commands.tell(mode)
-        self._told(trainable or was)
+        self._average_what_workers_do(trainable or was)
         if not keep:
             self.calls.pop(call.number, None)
         if parameters and not reduce:
@@ -409,10 +409,11 @@ class DrivenNetwork(StagedNetwork):
         if graph.writes_parameters:
             remote.outdate(RemoteKind.PARAMETER)
 
-    def _told(self, trainable: tuple[bool, ...]) -> None:
-        """Note which parameters workers compute gradients of, if this rank has a copy of a stage.
+    def _average_what_workers_do(self, trainable: tuple[bool, ...]) -> None:
+        """If this driver has a copy of a stage, have it average the gradients that workers average.
 
-        All copies of the stage must sum the gradients of the same parameters.
+        All copies of a stage must sum the gradients of the same parameters: those for which the
+        workers compute gradients. A driver without a copy does nothing.
 
         Args:
             trainable: ``requires_grad`` of every parameter, as the workers were told.

@@ -2,17 +2,18 @@
 
 TorchDynamo's guards compare at each call most, but not all, of the values that a graph depends on
 (docs/what_you_can_rely_on.md has the list). A value that no guard compares stays in the graph as it
-was at the capture. And that samples of a batch do not meet in an operator that is not torch's own
-was only tried, on random numbers. So in calls 1, 2, 4, 8, ... of a network that is cut its Python
-runs too, on this rank and on a copy of the module (:mod:`lightning_hybrid.driver.module_copy`), and
-the results are compared:
+was at the capture. Also, whether an operator that is not torch's own mixes samples of a batch (they
+"meet") was not proven, only tried on random inputs. So in calls 1, 2, 4, 8, ... of a network that
+is cut, its own Python runs too, on this rank and on a copy of the module
+(:mod:`lightning_hybrid.driver.module_copy`), and its results are compared with those of the stages:
 
-* on the whole batch, where results do not depend on how it is split. This shows samples that meet
-  too.
-* else (in training with dropout or batch normalisation) on the first micro-batch, with its random
-  numbers. Samples that meet are then seen in evaluations.
+* on the whole batch, if results do not depend on how it is split. This also shows samples that
+  meet.
+* else (in training with dropout or batch normalisation) on the first micro-batch, with the random
+  numbers that stages draw for it. Samples that meet are then noticed in evaluations only.
 
-The Python runs before the stages do, so that the effects which remain are those of the call itself.
+The Python runs before the call of the stages: where both change the same thing outside of the
+module, the change by the stages remains.
 """
 
 from collections import Counter
@@ -284,7 +285,7 @@ class Check:
         try:
             self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
         except Exception as error:  # (copying an object may raise any error)
-            raise _Inconclusive(f"it cannot be copied ({_told(error)})") from error
+            raise _Inconclusive(f"it cannot be copied ({_first_line(error)})") from error
 
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:
@@ -343,14 +344,19 @@ class Check:
     def _refuse_meeting(self, part: Made, epsilon: float) -> None:
         """Refuse a network in which results of a sample depend on other samples of the batch.
 
-        The Python runs once more with other samples in the place of all but the first micro-batch.
+        The Python runs once more on the whole batch, with copies of the first micro-batch's samples
+        in place of the rest of the batch. If results of the first micro-batch are not those that it
+        had in the whole batch (``self._expected``), samples meet.
 
         Args:
-            part: the results of the first micro-batch by itself.
-            epsilon: the precision in which all was computed.
+            part: results of the first micro-batch by itself. Only its sizes are used: the results
+                of the whole batch are cut to them.
+            epsilon: that of the lowest precision in which something was computed. On CPUs
+                differences count from about 16 times ``epsilon`` on; on other devices those that
+                :func:`~lightning_hybrid.driver.differences.differences` describes.
 
         Raises:
-            NetworkError: the results of the first micro-batch have changed by that.
+            NetworkError: samples meet.
         """
         others = self._python(self._among_copies)
         one, other = (first_samples(x, part) for x in (self._expected, others))
@@ -395,8 +401,8 @@ class Check:
             memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
             # if it has run before, the code behaves otherwise now: a difference to report
             if isinstance(error, WritesWeights) or (self.number > 1 and not memory):
-                raise self._stale([f"its Python raises {_told(error)}"]) from error
-            reason = f"its Python does not run on a copy of it ({_told(error)})"
+                raise self._stale([f"its Python raises {_first_line(error)}"]) from error
+            reason = f"its Python does not run on a copy of it ({_first_line(error)})"
             raise _Inconclusive(reason) from error
         # (attributes that the call of the copy has not set are not compared: hooks may set those
         # of the original module instead)
@@ -521,5 +527,5 @@ def _listed(found: Sequence[str]) -> str:
     return f"{'; '.join(found[:3])}{more}"
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]

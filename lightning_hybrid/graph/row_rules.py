@@ -487,10 +487,13 @@ def _padded(call: OperatorArguments) -> list[int]:
 def batch_norm(
     f: Labelling, call: OperatorArguments, outs: Sequence[Tensor]
 ) -> list[Label] | Label:
-    """Label the results of batch normalisation, in which samples do not meet.
+    """Label the results of batch normalisation.
 
-    Its statistics are by definition those of a micro-batch. The samples must be in dimension 0, or
-    in 1 for instance normalisation, which has them among the channels; else all is ``MEET``.
+    Samples count as not meeting, because its statistics are by definition those of a micro-batch:
+    so statistics among the results are labelled as free of samples. The samples must be in
+    dimension 0. For instance normalisation, which has them among the channels, they are in
+    dimension 1: then statistics are of single samples, and hold them in dimension 0 (empty ones are
+    free). Else all is ``MEET``.
     """
     rows = f.label(call["input"])
     if not isinstance(rows, Rows) or not rows.plain:

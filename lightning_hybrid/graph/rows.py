@@ -6,7 +6,7 @@ these:
 * the same in all micro-batches (``None``);
 * with a dimension in which each sample has entries of its own (:class:`Rows`), so that the tensor
   of the whole batch can be split into those of the micro-batches, and joined from them;
-* neither, since samples have met (``MEET``).
+* neither: samples have met, or it could not be shown that they have not (``MEET``).
 """
 
 from __future__ import annotations
@@ -89,10 +89,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Counts:
-    """The label of a histogram of the numbers by which entries of samples were sorted.
+    """The label of a tensor that says how many entries each group has, when sorted by group.
+
+    Entries of samples were sorted by the numbers of their groups, as a mixture of experts sorts
+    them. The tensor is the histogram (``histc``) of the sorted numbers, or their cumulative sum.
 
     Attributes:
-        picked: the key of the order that the sort has given (`Rows.picked`).
+        picked: the key of the order in which the entries are sorted (`Rows.picked`).
         summed: whether the counts are cumulative: each with those of all smaller numbers.
     """
 

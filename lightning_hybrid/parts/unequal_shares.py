@@ -192,7 +192,7 @@ class UnequalShares(Part):
         batches = ShareOfBatches(self, loader, sampler)
         if self._batch != batches.whole:  # else a loader of another epoch, or one more
             self._batch = batches.whole
-            rank_zero_info(f"BySpeed(): {self._told()}")
+            rank_zero_info(f"BySpeed(): {self._shares_in_words()}")
         return rebuilt_loader(loader, batches)
 
     def _refuse(self, loader: DataLoader[Any], count: int) -> None:
@@ -314,7 +314,7 @@ class UnequalShares(Part):
         before = share_samples(self._batch, self.speeds)
         self.speeds = speeds
         if share_samples(self._batch, speeds) != before:
-            rank_zero_info(f"replan='epoch': from the next epoch on {self._told()}")
+            rank_zero_info(f"replan='epoch': from the next epoch on {self._shares_in_words()}")
 
     def say_who_is_left(self, lost: Collection[int]) -> None:
         """Tell the user which replicas are lost, and which shares the others have from now on.
@@ -324,10 +324,10 @@ class UnequalShares(Part):
         """
         rank_zero_info(
             f"on_loss='continue': replica {', '.join(map(str, sorted(lost)))} is lost. From "
-            f"now on, without it, {self._told()}"
+            f"now on, without it, {self._shares_in_words()}"
         )
 
-    def _told(self) -> str:
+    def _shares_in_words(self) -> str:
         left = [self.speeds[replica] for replica in self._living]
         shares = ", ".join(map(str, share_samples(self._batch, left)))
         speeds = ", ".join(f"{speed / max(left):.2g}" for speed in left)

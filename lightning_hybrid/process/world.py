@@ -364,7 +364,7 @@ class NoWorld:
         """Do nothing, since there are no groups."""
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Return the value of this rank, since there are no groups."""
+        """Return ``value`` as it is: nothing is sent, since there are no groups."""
         return value
 
     def fail(self, error: BaseException, rank: str) -> Failure | None:

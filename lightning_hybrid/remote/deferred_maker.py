@@ -279,9 +279,14 @@ _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Answers(TorchFunctionMode):
-    """While a module is built, answers what Python asks tensors without memory.
+    """While a module is built, makes tensors that the tape knows behave as if they had memory.
 
-    They seem to be on the device of the maker, and their numbers are made when they are read.
+    They say that they are on the maker's device, and moves to that device leave them without
+    memory. ``tensor.data = ...`` works between them and ordinary tensors. Their numbers are made
+    when Python reads them. Meta tensors that the user's code has made are left alone.
+
+    Args:
+        deferral: the maker.
     """
 
     def __init__(self, deferral: DeferredMaker) -> None:

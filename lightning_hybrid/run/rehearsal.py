@@ -108,14 +108,14 @@ def _look(
         with redirect_stdout(io.StringIO()), precision.train_step_context():
             _train_on_a_batch(training_source(trainer), copied, place, precision)
     except Exception as error:  # after the network's call it is no matter
-        problems.append(_told(error))
+        problems.append(_in_words(error))
     if not looked.seen:
         problems += looked.problems or ["no call of a module with parameters was seen"]
         raise CannotRehearse(problems[0])
     return looked
 
 
-def _told(error: Exception) -> str:
+def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
 
 
@@ -135,7 +135,7 @@ def _copied(module: LightningModule, trainer: Trainer, stand_in: Trainer) -> Lig
     try:
         copied = copy.deepcopy(module, memo)
     except Exception as error:  # modules may raise anything when they are copied
-        raise CannotRehearse(f"the module cannot be copied ({_told(error)})") from error
+        raise CannotRehearse(f"the module cannot be copied ({_in_words(error)})") from error
     copied.trainer = stand_in
     for name in ("log", "log_dict", "print"):
         vars(copied)[name] = _nothing
@@ -225,7 +225,7 @@ def _shared_copy(thing: Any) -> Any:
     except Exception as error:  # objects may raise anything when they are copied
         raise CannotRehearse(
             f"the train loader cannot be copied, and its batches are not to be taken from the run "
-            f"({_told(error)})"
+            f"({_in_words(error)})"
         ) from error
 
 

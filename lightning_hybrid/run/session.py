@@ -145,9 +145,9 @@ class DriverSession:
             return
         run_backwards_by(self._driver.chosen_gradients)
         optimizers = self._driver.optimizers
-        # Clipping by a norm needs the gradients of all stages. It is set on the object, since the
-        # LightningModule asks the plugin for it without a word to the strategy, and that may be of
-        # a class of the user's, which none of ours is.
+        # Clipping by a norm needs the gradients of all stages. Lightning calls the precision plugin
+        # directly, not through the strategy, and the plugin may be of a user's class. So we cannot
+        # override these methods in a subclass, and replace them on the object.
         vars(self._run.precision).update(
             clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
         )
@@ -306,8 +306,8 @@ class DriverSession:
     def fence(self) -> None:
         """Wait until no replica is ahead of another one, before they do something together.
 
-        Replicas wait if a part of the run lets them be ahead. Outside of a run, or after a failure,
-        nothing happens.
+        Calls :meth:`~lightning_hybrid.run.part.Part.fence` of each part of the run; those that let
+        replicas run ahead wait there. Outside of a run, or after a failure, nothing happens.
         """
         for part in self._parts if self._run.world.phase is Phase.RUNNING else ():
             part.fence()

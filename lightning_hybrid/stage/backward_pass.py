@@ -60,7 +60,8 @@ class BackwardPass(Pass):
         # (a call whose backwards follow it, as under fill-drain, has no instructions for weights)
         inside = engine.placement.schedule == INSIDE
         self._has_weights = not inside or bool(call.key.inside)
-        self._told: set[int] = set()
+        # rings on which the stage before was told which of its outputs get gradients
+        self._rings_told: set[int] = set()
         for links in self.own.links:
             links.previous.flush(engine.untaken(call))
 
@@ -120,8 +121,8 @@ class BackwardPass(Pass):
     def send_gradient(self, microbatch: int) -> None:
         traffic, links = self.traffic, self.links(microbatch)
         ring = self.own.links.ring(microbatch)
-        if self.mode.exchange and ring not in self._told:
-            self._told.add(ring)
+        if self.mode.exchange and ring not in self._rings_told:
+            self._rings_told.add(ring)
             pattern = [gradient is not None for gradient in self._result]
             traffic.gradients_out[self.mode.pattern, ring] = pattern
             links.previous.send_word(GradientPattern(pattern))

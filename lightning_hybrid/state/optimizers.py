@@ -83,8 +83,8 @@ class _Unpickler(pickle.Unpickler):
     Args:
         file: what it reads from.
         parameters: the parameters of this rank, by name.
-        apart: the tensors apart from the pickle, in the order of their numbers; received while they
-            are iterated over.
+        apart: pairs of a name (not used) and a tensor, in the order in which the pickle first
+            refers to these tensors. Each step of the iterator receives one, during `load`.
     """
 
     def __init__(

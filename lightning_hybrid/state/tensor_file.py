@@ -312,6 +312,8 @@ def may_be_mapped(file: BinaryIO) -> bool:
 def _map(file: BinaryIO, begin: int = 0, size: int = 0) -> mmap.mmap:
     """Map a part of a file. What is written to the memory changes it in this process alone.
 
+    The memory is registered in `_mapped`, where :func:`let_go` finds it.
+
     Args:
         file: the file, open for reading.
         begin: place of the first byte.
@@ -350,7 +352,7 @@ def _left() -> str:
 
 
 _mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
-"""The memory that was mapped here, by the address of its first byte."""
+"""The memory that :func:`_map` has mapped in this process, by the address of its first byte."""
 
 
 def _address(memory: Any) -> int:
@@ -414,6 +416,11 @@ class _OpenFile:
 
 
 def _unread_from(file: BinaryIO) -> Callable[[Any], Any]:
+    """Return a function that turns a `_PlaceInFile` into an unread tensor; all else it returns.
+
+    Args:
+        file: the file with the tensors; it is closed when none of them is unread any more.
+    """
     kept = _OpenFile(file)
 
     def unread_one(part: Any) -> Any:
@@ -447,6 +454,14 @@ def bytes_in(file: BinaryIO, begin: int, nbytes: int) -> Tensor:
 
 
 def _mapped_from(memory: mmap.mmap) -> Callable[[Any], Any]:
+    """Return a function that turns a `_PlaceInFile` into a tensor in mapped memory.
+
+    All else it returns as it is.
+
+    Args:
+        memory: the whole file with the tensors, from :func:`_map`.
+    """
+
     def mapped(part: Any) -> Any:
         if not isinstance(part, _PlaceInFile):
             return part

@@ -35,7 +35,7 @@ def captured(network: nn.Module, *, padded: bool = True) -> bool:
     except Seen:
         return True
     except NotCaptured as error:
-        if error.reason != PACKS or not error.by_its_kind:
+        if error.reason != PACKS or not error.only_in_this_mode:
             raise
     return False
 

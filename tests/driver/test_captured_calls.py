@@ -90,7 +90,7 @@ def cannot_follow(*_: Any) -> Any:
 
 
 def packs(*_: Any) -> Any:
-    raise NotCaptured("it packs what is padded", by_its_kind=True)
+    raise NotCaptured("it packs what is padded", only_in_this_mode=True)
 
 
 def test_a_call_that_is_captured_returns_what_its_graphs_compute() -> None:
