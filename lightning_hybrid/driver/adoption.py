@@ -97,7 +97,7 @@ class Adoption:
             HybridError: the graph cannot be cut as asked, or fails when it runs by itself.
         """
         with _as_if_alone():
-            leaves = _where_the_network_is(found.module, graph.bind(values))
+            leaves = _moved_to_network(found.module, graph.bind(values))
             with _named(found):
                 first = CalledNetwork(
                     name=found.name, graph=graph, partitions=partitions, leaves=leaves
@@ -122,7 +122,7 @@ class Adoption:
                 continues_generators=not found.whole or self.driver.calls.as_on_one_device,
             )
         found.driven.append((network, plan))
-        found.calls[graph] = self._called(found, network, graph, parts)
+        found.calls[graph] = self._network_call(found, network, graph, parts)
         if found.whole:
             found.capture.own(network.owned_names)
         return found.calls[graph]
@@ -201,11 +201,11 @@ class Adoption:
             codes = cut_at(graph, positions, self.driver.device)
             parts = self._parts(found, graph, graph.bind(values), plan.microbatches)
             self.driver.distribution.distribute_again(network, codes)
-        found.calls[graph] = self._called(found, network, graph, parts)
+        found.calls[graph] = self._network_call(found, network, graph, parts)
         self.announcements.captured_again(found)
         return found.calls[graph]
 
-    def _called(
+    def _network_call(
         self, found: FoundNetwork, network: DrivenNetwork, graph: NetworkGraph, parts: int
     ) -> NetworkCall:
         """Make what runs the stages in the place of a graph, once all ranks have their stages.
@@ -360,7 +360,7 @@ class Adoption:
         self.announcements.doing(found, "profiling and planning")
         by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
         try:
-            plan = self._made(found, replace(first, leaves=slices[0]), wanted, is_part=is_part)
+            plan = self._make_plan(found, replace(first, leaves=slices[0]), wanted, is_part=is_part)
         except PlanError as error:
             # (of smaller ones less is alive, where backwards run inside of calls)
             more = 2 * wanted
@@ -369,12 +369,12 @@ class Adoption:
                 raise
             smaller = replace(first, leaves=graph.split(leaves, more)[0])
             try:
-                plan = self._made(found, smaller, more, is_part=is_part)
+                plan = self._make_plan(found, smaller, more, is_part=is_part)
             except PlanError:
                 raise error from None
         return replace(plan, split_by=by, tried=tried)
 
-    def _made(
+    def _make_plan(
         self, found: FoundNetwork, called: CalledNetwork, microbatches: int, *, is_part: bool
     ) -> Plan:
         """Have the planner make the plan of a network.
@@ -545,7 +545,7 @@ def _is_normalised(module: nn.Module) -> bool:
     return any(isinstance(m, BatchNorm) and m.training for m in module.modules())
 
 
-def _where_the_network_is(network: nn.Module, leaves: Sequence[Tensor]) -> list[Tensor]:
+def _moved_to_network(network: nn.Module, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The inputs, moved to the device of the network: on the CPU if it has no parameters.
 
     (Before a network is cut, it is possibly not on the driver's device yet.)

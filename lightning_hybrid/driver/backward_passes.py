@@ -258,12 +258,12 @@ class ChosenGradients:
                 return run(inputs, *unused)
         weights = {id(weight): weight for network in networks for weight in network.weights()}
         for network in networks:
-            _check(network)
+            _refuse_chosen(network)
         # `backward(inputs=...)` leaves the gradients of the chosen weights, and `grad` leaves none
         kept = chosen if accumulate_grad else set[int]()
         others = [weight for key, weight in weights.items() if key not in kept]
-        # (autograd runs only nodes on the way to an input: calls of a network are on that to its
-        # leaf)
+        # (autograd runs only nodes on the way to an input: each call of a network is on the way to
+        # the network's leaf)
         reached = (*inputs, *(network.leaf for network in networks))
         # (where an input is a proxy, this runs inside of `as_they_are`: let proxies intercept)
         with as_the_user_sees_them(), self._gradients.kept_local():
@@ -274,7 +274,7 @@ class ChosenGradients:
                 if not accumulate_grad:
                     # (without those of the networks' leaves)
                     own = found[: len(inputs)]
-                    found = tuple([_arisen(g, t, weights) for g, t in zip(own, inputs)])
+                    found = tuple([_whole_gradient(g, t, weights) for g, t in zip(own, inputs)])
             finally:
                 for parameter, gradient in zip(others, before):
                     parameter.grad = gradient
@@ -287,8 +287,8 @@ class ChosenGradients:
         return found
 
 
-def _check(network: DrivenNetwork) -> None:
-    """Refuse to compute gradients of single weights, where a pass leaves no whole gradients.
+def _refuse_chosen(network: DrivenNetwork) -> None:
+    """Refuse to compute gradients of chosen weights if a pass would not leave them whole at once.
 
     Raises:
         NetworkError: a stage of the network has copies, its weights have hooks, its schedule is
@@ -332,7 +332,7 @@ def _take(parameters: Iterable[Tensor]) -> list[Gradient]:
     return taken
 
 
-def _arisen(gradient: Gradient, tensor: Any, weights: Mapping[int, Tensor]) -> Gradient:
+def _whole_gradient(gradient: Gradient, tensor: Any, weights: Mapping[int, Tensor]) -> Gradient:
     """The whole gradient of an input of `torch.autograd.grad`, after the pass.
 
     That is what autograd has returned, plus, for a weight of a network that is cut, what calls of

@@ -140,7 +140,7 @@ _CAPTURING = (
 )
 
 
-def _is_first(error: CannotFollow) -> bool:
+def _failed_in_first_graph(error: CannotFollow) -> bool:
     """Whether a chain of graphs has failed in its first graph, so that nothing of it has run.
 
     The traceback tells. The first graph is called by the `forward` that was captured, whose effects
@@ -333,7 +333,7 @@ class CapturedCalls:
                 f"{found.reason}"
             ) from error
         except CannotFollow as error:
-            if not torch.is_grad_enabled() and _is_first(error):
+            if not torch.is_grad_enabled() and _failed_in_first_graph(error):
                 raise  # an evaluation of which nothing has run
             raise NetworkError(
                 f"{found.shown} was captured as several graphs, and one that was not among them "

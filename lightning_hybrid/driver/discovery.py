@@ -444,12 +444,13 @@ class Discovery:
             divides=divides,
             draws=draws,
             shares=self._options.shares,
-            looks=partial(self._looks, found),
+            looks=partial(self._say_that_it_looks, found),
         )
         self._captures.append(found.capture)
         return found
 
-    def _looks(self, found: FoundNetwork) -> None:
+    def _say_that_it_looks(self, found: FoundNetwork) -> None:
+        """Show the user that a captured graph is searched for operations in which samples meet."""
         if not found.driven:  # (further graphs are captured in later calls, which show no progress)
             self._announcements.doing(found, "looking whether samples meet in")
 

@@ -152,9 +152,10 @@ class DrivenOptimizers:
         self.ship()
 
     def close(self) -> None:
-        """Take hooks and replaced methods off the optimizers, which have this rank's states then.
+        """Take hooks and replaced methods off the optimizers.
 
-        :meth:`bring_states` adds those of the workers.
+        Afterwards the optimizers have the states of this rank alone; :meth:`bring_states` adds
+        those of the workers.
         """
         for link in self._links:
             link.close()
@@ -165,8 +166,8 @@ class DrivenOptimizers:
     def ship(self) -> None:
         """Send the optimizers to the workers, and drop the states of workers' parameters here.
 
-        Nothing is sent as long as no network is cut, but one may be: workers need no optimizers
-        then.
+        Nothing is sent as long as no network is cut, and it is open whether one will be: until then
+        workers need no optimizers.
 
         Raises:
             PlanError: see :meth:`_begin_sending`.
@@ -195,8 +196,8 @@ class DrivenOptimizers:
     def ship_in_any_case(self) -> None:
         """Send the optimizers to the workers like :meth:`ship`, also before a network is cut.
 
-        Where states are to be divided over the replicas, those that other replicas have then are
-        dropped here too. An optimizer that steps as a whole keeps all of its states here.
+        Where states are to be divided over the replicas, those that other replicas get are dropped
+        here too. An optimizer that steps as a whole keeps all of its states here.
 
         Raises:
             PlanError: see :meth:`_begin_sending`.
@@ -223,7 +224,7 @@ class DrivenOptimizers:
             # (a state stays here until all workers that have copies of its stage have got it)
             left = (owned & parameters.keys()).difference(*later)
             for link in self._links:
-                link.leave(parameters[name] for name in left)
+                link.drop_states(parameters[name] for name in left)
             # loaded states are mapped from the checkpoint's file: free the pages that were sent
             let_go_of_checkpoints()
         for link in self._links:
@@ -232,8 +233,8 @@ class DrivenOptimizers:
     def _divide(self, parameters: Mapping[str, Parameter]) -> None:
         """Divide the states of parameters over the replicas, if this is asked and owners are known.
 
-        States that other replicas have then are dropped here. All replicas divide alike, without a
-        message.
+        States that other replicas get are dropped here. Replicas exchange no message for this: each
+        one divides in the same way.
 
         Args:
             parameters: by name, the parameters that all ranks have.
@@ -397,8 +398,8 @@ class DrivenOptimizers:
             with self._others.gathered():
                 return complete(link.optimizer, optimizer.state_dict(), self._names, others)
 
-    def left(self, optimizer: Optimizer) -> dict[str, Any]:
-        """After a run has failed: the state dict of an optimizer, from what this rank has.
+    def state_dict_of_this_rank(self, optimizer: Optimizer) -> dict[str, Any]:
+        """After a run has failed: make the state dict of an optimizer from what this rank has.
 
         It has the form of one device. Where replicas divide its states it has none of them, since
         other replicas can be asked no more; the user is told so.
@@ -473,6 +474,14 @@ class DrivenOptimizers:
             self._stays = False
 
     def _states_there(self, index: int) -> dict[str, dict[str, Any]]:
+        """Outline the workers' states of an optimizer: tensors stay there until they are read.
+
+        Args:
+            index: number of the optimizer.
+
+        Returns:
+            By name of the parameter, its state by key, with unread tensors.
+        """
         answers = self._commands.ask(OutlineStates(index))
         return {
             name: self._unread_all(index, self._replica, name, state)
@@ -615,7 +624,7 @@ class DrivenOptimizers:
     ) -> tuple[list[Answer], T]:
         """Have the workers carry out a command about an optimizer, and compute something meanwhile.
 
-        Before the first network is cut none is asked, as by :meth:`_tell`.
+        Before the first network is cut no worker is asked: workers have no optimizers then.
 
         Args:
             command: the command, which workers answer.

@@ -112,7 +112,7 @@ class Driver:
         self._mesh = mesh
         self.device = mesh.device
         self._options = options
-        # the parts of now, by whose names workers know their tensors
+        # with the submodules that the module has now: workers know tensors by their names in it
         self._start = start = outline(module)
         # by name, tensors of workers that this rank has no room for after the run
         self._lost: dict[str, torch.Tensor] = {}
@@ -259,7 +259,8 @@ class Driver:
     def _weights_change(self) -> None:
         """Note that weights are about to change.
 
-        No call of before can be computed again then, and calls that were begun early are discarded.
+        From then on no earlier call of a network can be run again with the same result, so that
+        this is refused; and calls that were begun early are discarded.
         """
         for network in self._networks:
             network.age += 1
@@ -300,8 +301,8 @@ class Driver:
     def keep(self, module: nn.Module) -> None:
         """Keep a network whole on this rank's device; the replicas average its gradients.
 
-        If replicas may have other weights, they get those of replica 0 (collective over the
-        drivers).
+        If the weights of the replicas possibly differ, all get those of replica 0 (collective over
+        the drivers).
         """
         self.have_here(module, whole=True)
         self._replicated.renew_rest()
@@ -328,7 +329,7 @@ class Driver:
         """
         averaging_group = driven.engine.averaging_group
         self._networks.append(driven)
-        copied = self._copied(driven)
+        copied = self._parameters_of_copy(driven)
         # before optimizers are sent: a state goes to the owner of its parameter
         self._ownership.add(driven.number, remote, copied)
         self._replicated.add(averaging_group, driven.full_names(driven.owned_names))
@@ -354,7 +355,7 @@ class Driver:
         if self._options.share:
             self._share_from_replica_0(driven.number, averaging_group)
 
-    def _copied(self, driven: DrivenNetwork) -> dict[str, nn.Parameter]:
+    def _parameters_of_copy(self, driven: DrivenNetwork) -> dict[str, nn.Parameter]:
         """By name in the LightningModule, the parameters of this rank's copy of a stage, if any."""
         if not driven.placement.collects:
             return {}
@@ -385,8 +386,8 @@ class Driver:
 
         Args:
             batch: how many training batches the run has seen before.
-            whole: whether no autograd graph from before goes on in this step; then it is forgotten
-                which proxies are in one.
+            whole: whether no autograd graph from before goes on in this step. If so, this rank
+                forgets which proxies are in such a graph.
         """
         self.calls.begin(batch)
         if whole:
@@ -455,7 +456,7 @@ class Driver:
         Args:
             divided: the checkpoint of this driver, divided by owners.
             elsewhere: by rank of the mesh, what all ranks but replica 0's driver are to write.
-            folder: of the checkpoint.
+            folder: the folder of the checkpoint.
 
         Returns:
             What each rank has written, or the error that kept it from writing.
@@ -518,6 +519,13 @@ class Driver:
         self.commands.ask(protocol.AwaitShards())
 
     def _tell_shards(self, parts: Mapping[int, Any], folder: Path, *, staged: bool) -> None:
+        """Have each worker write its part of a sharded checkpoint; wait for no answer.
+
+        Args:
+            parts: by ``pp_rank`` of the worker, what it is to write, as `SaveShard` has it.
+            folder: the folder of the checkpoint.
+            staged: whether workers copy their tensors now, and write the copies later.
+        """
         self.commands.tell_each(
             {rank: protocol.SaveShard(str(folder), part, staged) for rank, part in parts.items()}
         )

@@ -217,6 +217,13 @@ class _InsideCall:
         return [], [found.get(id(leaf)) for leaf in leaves]
 
     def _late(self, index: int, pieces: Sequence[Tensor], rows: Rows | None) -> Tensor:
+        """Make an output whose numbers are made when code reads it.
+
+        Args:
+            index: position of the output.
+            pieces: per micro-batch, a tensor of the size and type of its part of the output.
+            rows: where the output has the samples; ``None``: it is the same in all micro-batches.
+        """
         size = list(pieces[0].shape)
         if rows is not None:
             size[rows.dim] = sum(piece.shape[rows.dim] for piece in pieces)

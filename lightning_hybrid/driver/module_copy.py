@@ -274,7 +274,7 @@ class ModuleCopy:
         self._writes = writes
         weights = {id(p): p for p in (*root.parameters(), *module.parameters())}
         # `deepcopy` takes objects in its memo as they are: so weights are shared, and not copied
-        memo: dict[int, Any] = {key: _another(p) if writes else p for key, p in weights.items()}
+        memo: dict[int, Any] = {key: _copy_of(p) if writes else p for key, p in weights.items()}
         self._weights: list[Any] = [*memo.values()]
         self._trainers = [_trainer_of(part) for part in module.modules()]
         held = [vars(part) for part in module.modules()]
@@ -296,7 +296,7 @@ class ModuleCopy:
         for _, tensor in tensors_in((arguments, keywords, *held)):
             if id(tensor) in memo:
                 continue
-            copied = memo[id(tensor)] = _another(tensor)
+            copied = memo[id(tensor)] = _copy_of(tensor)
             self._tensors.append(copied)
             if id(tensor) in buffers:
                 self._buffers.add(id(copied))
@@ -335,13 +335,13 @@ class ModuleCopy:
         with as_they_are():
             stay = [p.device == device and not self._writes for p in self._weights]
         pairs = zip(self._weights, stay)
-        memo = {id(p): p if stays else _another(p, device) for p, stays in pairs}
+        memo = {id(p): p if stays else _copy_of(p, device) for p, stays in pairs}
         weights = [] if self._writes else [*memo.values()]
         memo |= self._shared
         for tensor in self._tensors:
             chosen = rows if id(tensor) in self._batched else None
             where = device if id(tensor) in self._buffers else tensor.device
-            memo[id(tensor)] = _another(tensor, where, chosen)
+            memo[id(tensor)] = _copy_of(tensor, where, chosen)
         module, arguments, keywords = copy.deepcopy(self._made, memo)
         for part, trainer in zip(module.modules(), self._trainers):
             if trainer is not None:  # (a copied LightningModule does not refer to its Trainer)
@@ -386,7 +386,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
         return place, tuple(tensor.shape), tensor.stride() if strided else None
 
 
-def _another(
+def _copy_of(
     tensor: Tensor, device: torch.device | None = None, rows: ChooseSamples | None = None
 ) -> Any:
     """A copy of a tensor, of torch's own class, in memory of its own.

@@ -149,10 +149,10 @@ class OptimizerLink:
         own = state.own() if isinstance(state, FetchedStates) else state
         return {self._names.get(id(p), ""): state for p, state in own.items() if state}
 
-    def leave(self, parameters: Iterable[Parameter]) -> None:
-        """Drop the states of these parameters on this rank, since workers have them now.
+    def drop_states(self, parameters: Iterable[Parameter]) -> None:
+        """Drop the states of these parameters on this rank, since workers have got them.
 
-        An optimizer that steps as a whole keeps them.
+        Nothing is dropped if the optimizer steps as a whole.
         """
         for parameter in () if self.whole else parameters:
             self.optimizer.state.pop(parameter, None)
@@ -235,6 +235,7 @@ class OptimizerLink:
         self._own_step = None
 
     def _sizes(self) -> list[int]:
+        """For each group of the optimizer its number of parameters."""
         return [len(group["params"]) for group in self.optimizer.param_groups]
 
     def _note_sent(self) -> None:

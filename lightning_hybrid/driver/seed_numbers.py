@@ -85,11 +85,12 @@ class StepCalls:
         return seed_number_of(self._batch + batches, 0)
 
     def one_stream(self) -> AbstractContextManager[None]:
-        """Take a number for a call that this rank computes on a whole batch, and seed it by that.
+        """Take a number for a call that this rank computes on a whole batch.
 
         Returns:
-            A context in which torch's generators are seeded by the number, and after which they are
-            as before. With ``as_on_one_device`` it changes nothing.
+            A context for the call. At its beginning torch's generators are seeded by the number,
+            and at its end they have their old states again. With ``as_on_one_device`` it does
+            nothing.
         """
         if self.as_on_one_device:
             return nullcontext()

@@ -91,7 +91,7 @@ class EarlyCall:
     versions: list[int]
     told: int = 0
 
-    def other(self, leaves: Sequence[Tensor]) -> list[int]:
+    def changed_inputs(self, leaves: Sequence[Tensor]) -> list[int]:
         """The positions of the inputs that differ from those that were sent at the launch.
 
         Args:
@@ -106,11 +106,11 @@ class EarlyCall:
             or not (_is_same(mine, theirs) or _is_equal(mine, theirs))
         ]
 
-    def why_other(self, number: int) -> str:
+    def why_changed(self, number: int) -> str:
         """Why an input of the real call is not the one that was sent, as a text for an error.
 
         Args:
-            number: position of the input, from :meth:`other`.
+            number: position of the input, from :meth:`changed_inputs`.
         """
         given = self.graph.leaves[number]
         if self.leaves[number].dim() == 0:
@@ -166,10 +166,10 @@ class EarlyCalls:
         if first is None or first.batch is not batch or first.call.key != key:
             self.drop()
             return None
-        other = first.other(leaves)
-        if other:
+        changed = first.changed_inputs(leaves)
+        if changed:
             self.drop()
-            raise self._refused(first.why_other(other[0]))
+            raise self._refused(first.why_changed(changed[0]))
         return self._pending.popleft()
 
     def launch(
@@ -197,7 +197,9 @@ class EarlyCalls:
             while len(self._pending) < self._ahead[0]:
                 count = len(self._pending) + 1
                 later = self._batches.ahead(count)
-                theirs = None if later is None else _those(later, places, leaves, graph.is_static)
+                theirs = (
+                    None if later is None else _inputs_of(later, places, leaves, graph.is_static)
+                )
                 if later is None or theirs is None:
                     break
                 # (copies, since the user may write into the batch while they are being sent)
@@ -207,7 +209,7 @@ class EarlyCalls:
                 self._pending.append(EarlyCall(later, call, command, graph, theirs, versions))
                 self._network.engine.send_inputs(call.key, slices)
         finally:  # (also if a batch fails to load: those before it are launched)
-            self._tell()
+            self._tell_stages()
 
     def drop(self) -> None:
         """Give up all launched calls on all ranks.
@@ -234,10 +236,11 @@ class EarlyCalls:
                 self._commands.workers.send(rank, DropEarlyForward(forward.network, forward.call))
             self._network.engine.discard(entry.call)
 
-    def _tell(self) -> None:
-        """Send the stages of workers the commands of launched calls that they lack, in order.
+    def _tell_stages(self) -> None:
+        """Send the workers' stages those commands of launched calls that they do not have yet.
 
-        A stage gets those of as many batches as it may run ahead.
+        They are sent in the order of the batches; a stage gets the commands of as many batches as
+        it may run ahead.
         """
         for stage, ahead in enumerate(self._ahead[:-1]):
             for count, entry in enumerate(self._pending, 1):
@@ -312,7 +315,7 @@ def _is_number(given: Leaf) -> str:
     )
 
 
-def _those(
+def _inputs_of(
     batch: Batch, places: Sequence[int | None], like: Sequence[Tensor], static: bool
 ) -> list[Tensor] | None:
     """The inputs of the network for a later batch.

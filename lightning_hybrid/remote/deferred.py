@@ -163,7 +163,7 @@ class _Deferred(Intercepted):
 
     def numbers(self) -> Tensor:
         if self._maker is None:
-            raise _elsewhere(self)
+            raise _error_elsewhere(self)
         with as_they_are():
             return self._maker.numbers([self])[0]  # type: ignore[list-item]
 
@@ -206,7 +206,7 @@ def _gradient_elsewhere(func: Any, tensor: Any, value: Any = None) -> Any:
     if value is None:
         tensor._gradients.clear_deferred(tensor._full_name)
     elif not is_offloaded(value):  # (else as `Module.to` sets what it has read)
-        raise _elsewhere(gradient)
+        raise _error_elsewhere(gradient)
     return None
 
 
@@ -252,7 +252,7 @@ def materialize(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if isinstance(tensor, _Deferred):
             if tensor._maker is None:
-                raise _elsewhere(tensor)
+                raise _error_elsewhere(tensor)
             with as_they_are():
                 tensor._maker.make(tensor)
 
@@ -407,7 +407,7 @@ def defer(tensor: Any, maker: Maker | None, name: str, where: str) -> None:
     tensor._where = where
 
 
-def _elsewhere(tensor: Any) -> DeferredError:
+def _error_elsewhere(tensor: Any) -> DeferredError:
     """Make the error for a read of a deferred tensor that another rank owns."""
     if not tensor._where.startswith("on "):
         return DeferredError(
@@ -509,7 +509,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], deferred:
         return func(*args, **kwargs)
     for tensor in deferred:
         if tensor._maker is None:
-            raise _elsewhere(tensor)
+            raise _error_elsewhere(tensor)
     with as_they_are():
         values = list(deferred[0]._maker.numbers(deferred))
         versions = [version(value) for value in values]
@@ -666,4 +666,4 @@ def refuse_lost(tensors: Iterable[Tensor]) -> None:
     """
     for tensor in tensors:
         if isinstance(tensor, _Deferred) and tensor._where == _LOST:
-            raise _elsewhere(tensor)
+            raise _error_elsewhere(tensor)

@@ -68,7 +68,7 @@ def _was_loaded(tensor: Any) -> bool:
 
 
 def has_source(tensor: Any) -> bool:
-    """Whether the numbers of a deferred tensor can be made again without memory in between.
+    """Whether a deferred tensor's numbers can be made at any time, and take no memory until then.
 
     That is so if they are drawn or computed, or read from a file. It is False for other tensors.
     """
@@ -132,8 +132,8 @@ class DeferredMaker(Maker):
         before = {id(tensor) for _, tensor in _state(module)}
         with self._noting(), _started_threads(self._recorded):
             yield
-        self._take_real(tensor for _, tensor in _state(module) if id(tensor) not in before)
-        self._take(module)
+        self._free_loaded(tensor for _, tensor in _state(module) if id(tensor) not in before)
+        self._defer_recorded(module)
 
     @contextlib.contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
@@ -152,7 +152,7 @@ class DeferredMaker(Maker):
             if not _was_loaded(tensor):
                 offload(tensor, name, where)
         self.tape.marked.clear()
-        self._take(module)
+        self._defer_recorded(module)
 
     @contextlib.contextmanager
     def _noting(self, *, marking: bool = False) -> Iterator[None]:
@@ -221,7 +221,7 @@ class DeferredMaker(Maker):
         defer(tensor, self, name, "")
         self._shown.setdefault(self.tape.view(tensor).key, []).append(weakref.ref(tensor))
 
-    def _take_real(self, tensors: Iterable[Tensor]) -> None:
+    def _free_loaded(self, tensors: Iterable[Tensor]) -> None:
         """Free the memory of ordinary tensors; the tape holds their numbers to make them again.
 
         (They were loaded from files while the module was built.) Tensors that share their memory,
@@ -234,7 +234,7 @@ class DeferredMaker(Maker):
                 if plain and tensor.is_leaf and not (tensor.is_meta or is_shared(tensor)):
                     swap_memory(tensor, ordinary(tensor, self.tape.lift(tensor)))
 
-    def _take(self, module: nn.Module) -> None:
+    def _defer_recorded(self, module: nn.Module) -> None:
         """Turn a module's parameters and buffers that the tape has recorded into deferred tensors.
 
         Other recorded tensors (attributes, tensors of other classes) get their memory and numbers
@@ -313,10 +313,10 @@ class _Answers(TorchFunctionMode):
         if func in MOVES or func in (torch.as_tensor, torch.asarray):
             return self._move(func, args, kwargs)
         if func == _SET_DATA:
-            self._take_kind(*args)
+            self._prepare_assignment(*args)
         return func(*args, **kwargs)
 
-    def _take_kind(self, tensor: Tensor, data: Tensor) -> None:
+    def _prepare_assignment(self, tensor: Tensor, data: Tensor) -> None:
         """Prepare ``tensor.data = data``, if only one of the two has memory.
 
         Torch refuses to set ``data`` on another device: so `tensor` gets empty memory on the device

@@ -27,16 +27,18 @@ class Hollow:
 
     Inside, each parameter and buffer that is deferred, or on another device, is an ordinary tensor
     on ``device`` with its size and an empty storage, which is enough to capture the network.
-    Nothing may compute with it: torch refuses some operations, but many on CPUs would read at
-    address 0. It stays the same object, and has the same empty tensor each time.
+    Nothing may compute with such a tensor: torch refuses some operations, but many on CPUs would
+    read at address 0. Each parameter and buffer stays the same object, and has the same empty
+    storage each time that the context is entered.
 
     Args:
         module: the module with these parameters and buffers.
         device: where the network runs.
 
     Attributes:
-        needed: whether there are possibly tensors that are not on the device. False once all are
-            there, which they stay until the network is cut; the caller that cuts it sets this True.
+        needed: whether tensors are possibly not on the device. It becomes False when all are found
+            there. When the network is cut, tensors go to other ranks: the caller that cuts it sets
+            this to True again.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

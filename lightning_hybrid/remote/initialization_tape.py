@@ -307,7 +307,7 @@ class Tape:
         with torch.no_grad(), torch.inference_mode(False):
             for number in self._needed({view.key for view in views}):
                 self._play(self._steps[number], memory)
-            return [self._look(view, memory) for view in views]
+            return [self._tensor_at(view, memory) for view in views]
 
     def _needed(self, keys: set[int]) -> list[int]:
         """Numbers of the recorded operations that the contents of some storages depend on.
@@ -350,7 +350,7 @@ class Tape:
         """
         arguments, keywords = rebuild(
             (step.arguments, step.keywords),
-            lambda value: self._look(value, memory) if isinstance(value, View) else value,
+            lambda value: self._tensor_at(value, memory) if isinstance(value, View) else value,
         )
         for view, tensor in zip(step.results, step.run(arguments, keywords)):
             if view is None:
@@ -360,11 +360,11 @@ class Tape:
             if same and fits and not isinstance(step.function, RealTensor):
                 memory[view.key] = tensor.untyped_storage()
             else:  # (a constant must not be written to; or the layout is not that on meta)
-                _write(self._look(view, memory, tensor.device), tensor)
+                _write(self._tensor_at(view, memory, tensor.device), tensor)
                 # (else what was read would be in memory beside all copies of it)
                 let_go_of_file(tensor)
 
-    def _look(
+    def _tensor_at(
         self,
         view: View,
         memory: dict[int, torch.UntypedStorage],

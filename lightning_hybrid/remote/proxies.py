@@ -57,16 +57,16 @@ from lightning_hybrid.remote.unread import is_unread, left_unread
 _IN_MODULES = (RemoteKind.PARAMETER, RemoteKind.BUFFER)
 
 
-def _left(fetched: Iterable[Remote], *, in_graph: bool = False) -> list[Remote]:
+def _freed(fetched: Iterable[Remote], *, in_graph: bool = False) -> list[Remote]:
     """Free the memory of parameters, so that their next read fetches them again.
 
     Args:
         fetched: the parameters.
-        in_graph: whether those in autograd's graph are freed too, but not those with changes that
-            were not sent.
+        in_graph: whether parameters in autograd's graph are freed too. Then those with changes that
+            were not sent to their owners keep their memory.
 
     Returns:
-        The parameters that have kept their memory (see `vacate`).
+        The parameters that could not be freed (see `vacate`).
     """
     for remote in fetched:
         if not (in_graph and remote.changed):
@@ -201,18 +201,18 @@ class Proxies:
     def vacate(self, but: Collection[str] = ()) -> None:
         """Free the memory of parameters of other ranks, now and whenever the owners change them.
 
-        A read fetches the values, which stay in memory until then.
+        A read fetches the values, which stay in memory until the owners change them next.
 
         Args:
             but: names of the parameters that stages of this rank compute with.
         """
         named = self._tensors[RemoteKind.PARAMETER].items()
         self._here = [remote for name, remote in named if name not in but]
-        self._leave()
+        self._free_chosen()
 
-    def _leave(self) -> None:
+    def _free_chosen(self) -> None:
         """Free the memory of the parameters that :meth:`vacate` has chosen, where possible."""
-        self._here = _left(self._here)
+        self._here = _freed(self._here)
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
@@ -237,7 +237,7 @@ class Proxies:
     def done(self) -> None:
         """Note that an operation is over; inside of :meth:`one_by_one`, free what it has read."""
         if self._lone:
-            self._lone = _left(self._lone, in_graph=True)
+            self._lone = _freed(self._lone, in_graph=True)
 
     def begin_step(self) -> None:
         """Begin a training step: forget which proxies have entered autograd's graph so far.
@@ -374,7 +374,7 @@ class Proxies:
             if kind is RemoteKind.GRADIENT:
                 self.gradients.outdate()
             elif kind is RemoteKind.PARAMETER and self._here:
-                self._leave()
+                self._free_chosen()
 
     def flush(self) -> None:
         """Send the owners what was changed here; called before a command is sent.

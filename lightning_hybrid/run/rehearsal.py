@@ -74,14 +74,14 @@ def rehearsal(
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            looked = _look(trainer, module, names, device, precision, shares=shares)
+            looked = _rehearsed(trainer, module, names, device, precision, shares=shares)
             with closing(looked), precision.train_step_context():
                 yield looked.seen
     finally:
         set_random_states(states)
 
 
-def _look(
+def _rehearsed(
     trainer: Trainer,
     module: LightningModule,
     names: tuple[str, ...] | None,

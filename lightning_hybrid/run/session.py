@@ -479,7 +479,7 @@ class DriverSession:
             self.fence()
             optimizers = self._driver.optimizers
             return optimizers.state_dict(optimizer, here=here, unread=self._saves_shards)
-        return self._driver.optimizers.left(optimizer) if here else {}
+        return self._driver.optimizers.state_dict_of_this_rank(optimizer) if here else {}
 
     @property
     def _saves_shards(self) -> bool:

@@ -148,6 +148,7 @@ class BackwardPass(Pass):
         return torch.autocast(self.call.key.precision.device_type, enabled=False)
 
     def _shrunk(self, gradient: Tensor | None) -> Tensor | None:
+        """A gradient that has crossed a cut, times the engine's factor ``shrink``."""
         shrink = self.engine.shrink
         return gradient if shrink == 1 or gradient is None else gradient * shrink
 
@@ -182,6 +183,7 @@ class BackwardPass(Pass):
         return self._hear_pattern(microbatch), iter(arriving.wait() if arriving else ())
 
     def _post(self, microbatch: int) -> Arriving:
+        """Begin to receive the gradients of what this stage has sent for a micro-batch."""
         inputs, outgoing = self.call.key.inputs, self.traffic.outgoing
         sent = inputs[microbatch] if self.own.is_last else outgoing.get(microbatch, ())
         present = self._hear_pattern(microbatch)

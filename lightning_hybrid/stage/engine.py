@@ -430,6 +430,11 @@ class Engine:
         return None if failed is None else works[failed].error
 
     def _raise(self, error: Exception | None) -> None:
+        """Raise the error of this rank's own stage, or else the failure noted; then forget it.
+
+        Args:
+            error: the error of a stage of this rank; ``None``: there is none.
+        """
         # reset: the user's code may catch the error, and train on
         failure, self.failure = self.failure, None
         if error is not None:
@@ -440,10 +445,10 @@ class Engine:
     # ------------------------------------------------------------------ for passes
 
     def untaken(self, call: Call) -> int:
-        """How many sent messages may be unreceived by a neighbour when a new pass begins.
+        """How many messages a neighbour may have not received yet when a new pass begins.
 
-        Before the pass the stage waits until no more are unreceived. 0 unless the schedule is
-        streamed.
+        Before the pass the stage waits until the neighbour has received all others. 0 unless the
+        schedule is streamed.
         """
         return self._ahead * call.key.microbatches
 

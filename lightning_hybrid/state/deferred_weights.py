@@ -98,7 +98,7 @@ def leave_to_worker(
 def make_here(module: nn.Module, names: Sequence[str], tied: Iterable[str]) -> None:
     """On a driver that gets a stage: make the stage's weights that have no memory or numbers yet.
 
-    Call it after the workers have got theirs: what only their weights are made of is dropped.
+    Call it after the workers have got their weights: it drops what was recorded only to make those.
 
     Args:
         module: the LightningModule.

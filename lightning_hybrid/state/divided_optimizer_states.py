@@ -90,7 +90,7 @@ class OtherReplicas:
         """Refuse code that asks this rank for the state of a parameter which another replica has.
 
         Args:
-            parameter: the parameter; of any other, nothing is refused.
+            parameter: the parameter. If no other replica has its state, nothing is refused.
 
         Raises:
             HybridError: another replica has its state.
@@ -210,6 +210,7 @@ class StateShares:
                 increment_version(theirs)
 
     def _where(self, parameter: object) -> int | None:
+        """Number of the replica that has the state of a parameter; ``None``: it is not divided."""
         return self.replica_of.get(self._names.get(id(parameter), ""))
 
 
@@ -272,6 +273,7 @@ def gather_states(group: Group, mine: StatesByName, folder: str) -> StatesByName
 
 
 def _send(group: Group, tensor: Tensor) -> None:
+    """Send a tensor to the first rank of a group, piece by piece; :func:`_pieces` receives it."""
     for piece in bytes_of(tensor).split(PIECE_BYTES) if tensor.numel() else ():
         here = piece.cpu()
         wait(start(group.send, [here], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
@@ -279,6 +281,17 @@ def _send(group: Group, tensor: Tensor) -> None:
 
 
 def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:
+    """Receive a part of a state from another rank, and write it to a file.
+
+    Args:
+        file: the file.
+        group: the group of both ranks.
+        source: index in the group of the rank that sends.
+        value: the part as :func:`outlined` gives it: a spec for a tensor that is sent.
+
+    Returns:
+        A token for the tensor in the file; an empty tensor, or what is no spec, as it is.
+    """
     if not isinstance(value, TensorSpec):
         return value
     if 0 in value.shape:
@@ -287,6 +300,10 @@ def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:
 
 
 def _pieces(group: Group, source: int, spec: TensorSpec) -> Iterator[Tensor]:
+    """Receive a tensor that another rank sends by :func:`_send`; yield its bytes piece by piece.
+
+    Each piece is overwritten by the next one.
+    """
     left = torch.Size(spec.shape).numel() * spec.dtype.itemsize
     # one piece bounds the memory of both ends, however large the tensor
     buffer = torch.empty(min(left, PIECE_BYTES), dtype=torch.uint8)

@@ -82,6 +82,11 @@ class FetchedStates(defaultdict[Any, Any]):
 
 
 def _arriving(name: str) -> Callable[..., Any]:
+    """Make the method of :class:`FetchedStates` that fetches all states before it does its work.
+
+    Args:
+        name: name of the method of `defaultdict` that does the work.
+    """
     method = getattr(defaultdict, name)
 
     def arrives_first(self: FetchedStates, *arguments: Any, **keywords: Any) -> Any:

@@ -84,6 +84,12 @@ def _first_names(weights: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _shards(weights: Mapping[str, Tensor], most: float) -> Iterator[dict[str, Tensor]]:
+    """Divide weights, in their order, into the files that they are written to.
+
+    Args:
+        weights: the weights by name.
+        most: most bytes of a file; a larger weight is alone in its file.
+    """
     shard, size = dict[str, Tensor](), 0
     for name, tensor in weights.items():
         if shard and size + tensor.nbytes > most:

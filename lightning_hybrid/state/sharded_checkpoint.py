@@ -66,9 +66,9 @@ class TensorAddress:
     Attributes:
         rank: number of that rank in the mesh, replica by replica.
         name: dotted name of the parameter or buffer in the LightningModule.
-        optimizer: number of the optimizer, if it is of a parameter's state; ``None``: it is the
-            parameter or buffer itself.
-        state: its key in the state of the parameter (``exp_avg``).
+        optimizer: number of the optimizer, if the tensor is a part of the state of the parameter;
+            ``None``: it is the parameter or buffer itself.
+        state: key of the tensor in that state (``exp_avg``).
     """
 
     rank: int
@@ -165,6 +165,7 @@ def unread_there(
 
 
 def _key(part: str, steps: Sequence[Any]) -> Key:
+    """Make the key of a tensor from the part of the checkpoint and the steps to it in this part."""
     if part == "optimizer_states":  # as Lightning names them there
         number, *steps = steps
         part = f"optimizer_{number}"
@@ -243,6 +244,11 @@ def named_disk_errors(path: str | Path) -> Iterator[None]:
 
 
 def _to_write(tensor: Tensor) -> Tensor:
+    """Return a tensor for torch's writer, which keeps what it is given until it has written all.
+
+    So a tensor on a GPU is returned as an unread one, and a deferred tensor as it is: the writer
+    reads these one by one.
+    """
     if is_deferred(tensor):
         return tensor
     spec = TensorSpec.of(tensor, gradient=False)
@@ -256,7 +262,7 @@ def staged(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Return copies of tensors on the CPU, which can be written while training goes on.
 
     Args:
-        tensors: the tensors, by key, as the copies are.
+        tensors: the tensors by key; the copies have the same keys.
     """
     # (tensors on the CPU are copied too: the next step changes the weights in place)
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
@@ -275,7 +281,7 @@ def leave_shard(folder: str, rank: int, shard: Shard | OSError) -> None:
     beside = Path(folder, f"{rank}.part")
     beside.write_bytes(pickle.dumps(shard))
     # renamed when it is complete, since the driver waits for the name
-    beside.rename(_left(folder, rank))
+    beside.rename(_path_of_record(folder, rank))
 
 
 def await_shard(folder: Path, rank: int, given_up: Event) -> Shard:
@@ -294,7 +300,7 @@ def await_shard(folder: Path, rank: int, given_up: Event) -> Shard:
         TimeoutError: ``given_up`` was set.
     """
     # a file and not a message, since the driver goes on with the training meanwhile
-    left = _left(folder, rank)
+    left = _path_of_record(folder, rank)
     while not left.exists():
         if given_up.wait(_POLL_S):
             raise TimeoutError(f"rank {rank} has not written its part of {str(folder)!r}")
@@ -305,7 +311,8 @@ def await_shard(folder: Path, rank: int, given_up: Event) -> Shard:
     return shard
 
 
-def _left(folder: str | Path, rank: int) -> Path:
+def _path_of_record(folder: str | Path, rank: int) -> Path:
+    """Path of the file in which :func:`leave_shard` leaves the record of a worker."""
     return Path(folder, f"{rank}.shard")
 
 

@@ -72,9 +72,17 @@ class Stager(Protocol):
 
     def stage_shards(
         self, checkpoint: dict[str, Any], folder: Path, given_up: Event
-    ) -> Callable[[], None]: ...
+    ) -> Callable[[], None]:
+        """Copy the tensors on all ranks; return what writes the copies and completes the folder.
 
-    def await_shards(self) -> None: ...
+        Args:
+            checkpoint: the ordinary checkpoint.
+            folder: an empty folder that all ranks can write to.
+            given_up: an event that is set when workers may be gone.
+        """
+
+    def await_shards(self) -> None:
+        """Wait until workers have written what :meth:`stage_shards` has copied."""
 
 
 class ShardedSaves:
