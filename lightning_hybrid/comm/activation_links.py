@@ -146,7 +146,7 @@ class _Mailbox:
     def wait(self) -> list[Tensor]:
         """Take the oldest message, which must be there.
 
-        It is: the sender, in the same thread, comes earlier in the list of instructions.
+        (The sender is in the same thread, and comes earlier in the list of instructions.)
         """
         return self.tensors.popleft()
 

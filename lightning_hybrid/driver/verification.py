@@ -488,7 +488,7 @@ def _differences(found: Any, expected: Made, epsilon: float, *, part: bool = Fal
         found: by name, the results of the stages.
         expected: by name, the results of the Python.
         epsilon: see :func:`~lightning_hybrid.driver.differences.differences`.
-        part: see there.
+        part: see the same function.
     """
     known = {key: value for key, value in found.items() if key in (expected or ())}
     return differences(known, expected, epsilon, part=part)

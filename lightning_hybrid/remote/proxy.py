@@ -145,7 +145,7 @@ class Remote:
         return self._shown() if self._shown is not None else None
 
     def keep(self) -> None:
-        """Cut the link to the owner, which drops the tensor then: proxies keep their values."""
+        """Cut the link to the owner, which is about to drop the tensor; proxies keep the values."""
         self.table = _Kept(self.value.device)
 
     @property

@@ -194,7 +194,7 @@ class BetweenRuns:
     def fail(self, failure: Failure, error: BaseException) -> None:
         """Tell the other ranks of this replica that it has failed.
 
-        A worker of it may serve already, though its driver is in no run yet.
+        A worker of the replica may serve already, though this driver is in no run yet.
 
         Args:
             failure: what came first.
