@@ -9,7 +9,7 @@ from lightning_hybrid.run.building import (
 from lightning_hybrid.run.checkpoint_io import with_atomic_writes
 from lightning_hybrid.run.framework import FabricFramework
 from lightning_hybrid.run.part import Part
-from lightning_hybrid.run.rehearsed_sizes import choose_on_rank_0
+from lightning_hybrid.run.rehearsed_sizes import choose_on_rank_0, say_chain, why_chain
 from lightning_hybrid.run.replica_world import (
     LauncherRanks,
     ReplicaWorld,

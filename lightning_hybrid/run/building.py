@@ -61,11 +61,8 @@ class Building:
             device: device on which a run on one device would make the weights.
             stages: number of devices of a replica.
         """
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # a callback that averages weights needs all of them on its rank
-        averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
         # (once deferred, they stay so)
-        if self.deferred or averages or stages == 1:
+        if self.deferred or averages_weights(trainer) or stages == 1:
             return self
         return Building(DeferredMaker(device))
 
@@ -92,6 +89,12 @@ class Building:
         if self._deferral is None:
             return nullcontext()
         return self._deferral.loading(module)
+
+
+def averages_weights(trainer: Trainer) -> bool:
+    """Whether a callback averages weights, so that it needs all of them on its own rank."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(callback, WeightAveraging) for callback in callbacks)
 
 
 class BetweenRuns:

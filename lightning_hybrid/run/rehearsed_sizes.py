@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_hybrid._lightning import Trainer, TrainerFn, rank_zero_info
+from lightning_hybrid._lightning import Trainer, TrainerFn, is_overridden, rank_zero_info
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import HybridError
@@ -25,6 +25,7 @@ from lightning_hybrid.planning import (
     Sizes,
     fastest_sizes,
 )
+from lightning_hybrid.run.building import averages_weights
 from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.run import progress_beside
 
@@ -34,8 +35,6 @@ def choose_on_rank_0(
     config: Config,
     machine: Machine,
     allowed: Callable[[int, int], bool],
-    *,
-    deferred: bool,
 ) -> Sizes | None:
     """On rank 0, choose the numbers of replicas, stages and micro-batches for a run.
 
@@ -46,29 +45,49 @@ def choose_on_rank_0(
         config: options of the user.
         machine: the devices of all ranks, from a survey.
         allowed: function that tells whether a number of replicas and one of stages may be chosen.
-        deferred: whether the network is made in ``configure_model``, each weight by its owner.
 
     Returns:
         The sizes. ``None``: none can be chosen, so all devices form one chain; a line says why.
     """
-    if trainer.state.fn != TrainerFn.FITTING:
-        reason = "sizes are chosen for training, and this run does not train"
-    elif deferred:
-        reason = "a network that is made in configure_model is whole on no rank"
-    else:
-        try:
-            return _choose(trainer, config, machine, allowed)
-        except HybridError as error:
-            reason = str(error)
-        except Exception as error:  # a network may raise anything when it runs by itself
-            reason = f"its network cannot be measured ({type(error).__name__}: {error})"
-        finally:
-            gc.collect()  # frees the copy of the network, which is in reference cycles
-    count = len(machine.devices)
-    rank_zero_info(
-        f"All {count} devices form one chain, as with pipeline_parallel_size={count}: {reason}"
-    )
+    try:
+        return _choose(trainer, config, machine, allowed)
+    except HybridError as error:
+        reason = str(error)
+    except Exception as error:  # a network may raise anything when it runs by itself
+        reason = f"its network cannot be measured ({type(error).__name__}: {error})"
+    finally:
+        gc.collect()  # frees the copy of the network, which is in reference cycles
+    say_chain(len(machine.devices), reason)
     return None
+
+
+def why_chain(trainer: Trainer) -> str | None:
+    """Say why all devices form one chain in a run of open sizes, if its kind tells.
+
+    Then no rank has to begin the script only to become a server. The answer is the same on all
+    ranks. ``None``: sizes are chosen by a rehearsed step (:func:`choose_on_rank_0`).
+
+    Args:
+        trainer: the Trainer, which begins a run.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        return "sizes are chosen for training, and this run does not train"
+    made = is_overridden("configure_model", trainer.lightning_module)
+    if made and not averages_weights(trainer):
+        return "a network that is made in configure_model is whole on no rank"
+    return None
+
+
+def say_chain(devices: int, reason: str) -> None:
+    """Print, on rank 0, that all devices form one chain.
+
+    Args:
+        devices: their number.
+        reason: why.
+    """
+    rank_zero_info(
+        f"All {devices} devices form one chain, as with pipeline_parallel_size={devices}: {reason}"
+    )
 
 
 def _choose(

@@ -18,7 +18,6 @@ def agree_on_sizes(
     trainer: Trainer,
     allowed: Callable[[int, int], bool],
     *,
-    deferred: bool,
     alone: bool,
 ) -> bool:
     """Choose the numbers of replicas, stages and micro-batches, and join the mesh (collective).
@@ -30,7 +29,6 @@ def agree_on_sizes(
         ranks: where this process stands.
         trainer: the Trainer, whose LightningModule is built.
         allowed: function that tells whether the Trainer allows numbers of replicas and of stages.
-        deferred: whether the network is made in ``configure_model``, each weight by its owner.
         alone: whether rank 0 alone has attributes that ``prepare_data`` has set. Then there is one
             replica.
 
@@ -55,7 +53,7 @@ def agree_on_sizes(
     sizes = None
     if world.coordinates.rank == 0:
         with world.choosing():
-            sizes = choose_on_rank_0(trainer, ranks.config, machine, may_have, deferred=deferred)
+            sizes = choose_on_rank_0(trainer, ranks.config, machine, may_have)
     # by rank 0 alone, since ranks with measurements of their own might choose different sizes
     sizes = world.broadcast(sizes)
     if sizes is not None:

@@ -186,12 +186,13 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
     Attributes:
         before_start: called before the script is started again, with the number of processes that
             will run it; may raise an error to prevent that.
-        servers: called before processes are started; returns the local ranks whose processes are
-            servers. It is empty where it is not known yet which ranks are workers.
+        servers: called with the Trainer (``None`` under Fabric) before processes are started;
+            returns the local ranks whose processes are servers. It is empty where it is not known
+            yet which ranks are workers.
     """
 
     before_start: Callable[[int], None] = staticmethod(lambda number: None)
-    servers: Callable[[], Collection[int]] = staticmethod(lambda: ())
+    servers: Callable[[Trainer | None], Collection[int]] = staticmethod(lambda trainer: ())
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -212,7 +213,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         Args:
             function: a bound method of a Trainer, or a `LaunchedFunction`.
             args: its arguments.
-            trainer: not used.
+            trainer: the Trainer; ``None`` under Fabric.
             kwargs: its keyword arguments.
 
         Returns:
@@ -227,7 +228,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         set_num_threads(self.num_processes)  # (before servers start, which inherit the number)
         if Children.processes or not environment.creates_processes_externally:
-            self._start_missing()
+            self._start_missing(trainer)
         # in place of Lightning's observer, which may kill this process at the moment when a child
         # ends, before this process has reported the failure
         watch = KilledRanksWatch(Children.processes)
@@ -240,8 +241,11 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         Children.failed = ""
         return result
 
-    def _start_missing(self) -> None:
+    def _start_missing(self, trainer: Trainer | None) -> None:
         """Start the processes of this host that no earlier run of this script has started.
+
+        Args:
+            trainer: the Trainer; ``None`` under Fabric.
 
         Raises:
             PlanError: some of them would have to run the script, and an earlier run has started
@@ -251,7 +255,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         missing = range(1 + len(Children.processes), self.num_processes)
         if not missing:
             return
-        servers = {*self.servers()} & {*missing}
+        servers = {*self.servers(trainer)} & {*missing}
         scripts = [rank for rank in missing if rank not in servers]
         if scripts and Children.processes:
             raise PlanError(

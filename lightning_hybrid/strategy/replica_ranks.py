@@ -4,13 +4,13 @@ With R replicas Lightning is told of R ranks, as under DDP over R devices, howev
 replica has.
 """
 
-from functools import partial
+from collections.abc import Collection
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_hybrid._lightning import ClusterEnvironment
+from lightning_hybrid._lightning import ClusterEnvironment, Trainer
 from lightning_hybrid._lightning_private import LOADING
 from lightning_hybrid.comm import Coordinates, Failure
 from lightning_hybrid.errors import HybridError
@@ -216,6 +216,14 @@ class ReplicaRanks:
         """Set the environment variables of ranks and sizes back to the launcher's numbers."""
         self._ranks.hide()
 
+    def _ranks_to_serve(self, trainer: Trainer | None) -> Collection[int]:
+        """Return the local ranks whose processes are to be servers.
+
+        Args:
+            trainer: the Trainer; ``None`` under Fabric.
+        """
+        return self._ranks.ranks_to_serve(scripted=has_script())
+
     def _launcher_of_processes(
         self,
         environment: ClusterEnvironment | None,
@@ -238,7 +246,7 @@ class ReplicaRanks:
         if start_method == "popen":
             environment = given(environment, "cluster_environment")
             launcher = HybridSubprocessLauncher(environment, ranks.per_host, ranks.hosts)
-            launcher.servers = partial(ranks.ranks_to_serve, scripted=has_script())
+            launcher.servers = self._ranks_to_serve
             return launcher
         return HybridMultiProcessingLauncher(
             self,  # type: ignore[arg-type]  # a strategy beside this base

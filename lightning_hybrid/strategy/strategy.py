@@ -7,8 +7,9 @@ session of :mod:`lightning_hybrid.run` drives a replica. What does not go togeth
 refused in :mod:`lightning_hybrid.strategy.refusals`.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,9 @@ from lightning_hybrid.run import (
     DriverSession,
     Run,
     move_module,
+    say_chain,
     scalers_of,
+    why_chain,
     with_atomic_writes,
 )
 from lightning_hybrid.state import (
@@ -295,12 +298,26 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._launcher = launcher
         refuse_interactive(works=self._launcher.is_interactive_compatible)
 
+    def _ranks_to_serve(self, trainer: Trainer | None) -> Collection[int]:
+        self._take_known_chain(given(trainer, "trainer"))
+        return super()._ranks_to_serve(trainer)
+
+    def _take_known_chain(self, trainer: Trainer) -> None:
+        """If sizes are open, and the kind of the run tells that all devices form one chain, do so.
+
+        All ranks call this with the Trainer, before they meet.
+        """
+        if self._ranks.sizes_are_open and (reason := why_chain(trainer)) is not None:
+            say_chain(self._ranks.hosts * self._ranks.per_host, reason)
+            self._ranks.config = replace(self._config, data_parallel_size=1)
+
     def _refuse_copies(self, number: int) -> None:
         refuse_copies(self._module, number, free_of_host())
 
     def setup_distributed(self) -> None:
         refuse_device(self.root_device)
         self.set_world_ranks()
+        self._take_known_chain(self._module.trainer)
         self._process_group_backend = backend = self._get_process_group_backend()
         self._ranks.meet(backend, self._timeout or timedelta(minutes=30))
         self._rest()
@@ -327,8 +344,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         ranks = self._ranks
         alone = compare_prepared(ranks, trainer)
         if not ranks.joined.has_coordinates:
-            deferred = self._building.deferred
-            if agree_on_sizes(ranks, trainer, self._may_have, deferred=deferred, alone=alone):
+            if agree_on_sizes(ranks, trainer, self._may_have, alone=alone):
                 self._plans.clear()  # of the chain in which an earlier run has evaluated
             refuse_sizes(trainer, *ranks.shape)
             ranks.serve_if_worker(self._module, for_good=self._start_method == "popen")

@@ -192,6 +192,37 @@ def made_later(folder: Path) -> Any:
     return found
 
 
+def open_made_later(folder: Path) -> Any:
+    """Sizes are left open, and the network is made in ``configure_model``."""
+    torch.manual_seed(5)
+    torch.save(Net().double().state_dict(), folder / "net.pt")
+    found = []
+    for devices in (1, 2):
+        seed_everything(3, verbose=False)
+        module = MadeLater(folder / "net.pt")
+        trainer(folder, devices, pipeline_parallel_size="auto").fit(module)
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+    return found
+
+
+def open_evaluation(folder: Path) -> Any:
+    """Sizes are left open, and nothing is trained."""
+    torch.manual_seed(5)
+    torch.save(Net().double().state_dict(), folder / "net.pt")
+
+    class Made(MadeLater):
+        configure_model = Module.configure_model
+
+    def validated(devices: int) -> Any:
+        module = Made(folder / "net.pt")
+        module.net = Net().double()
+        module.net.load_state_dict(torch.load(folder / "net.pt"))
+        made = trainer(folder, devices, pipeline_parallel_size="auto")
+        return made.validate(module, verbose=False)
+
+    return [validated(devices) for devices in (1, 2)]
+
+
 def replicas(folder: Path) -> Any:
     fit(folder, 2)
     try:

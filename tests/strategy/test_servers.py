@@ -46,6 +46,16 @@ def test_trainers_of_a_script_that_runs_once_train_as_on_one_device(tmp_path: Pa
         assert not found["ranks"], "the script sees ranks, which one device does not have"
 
 
+@pytest.mark.parametrize(
+    "what", ["open_made_later", pytest.param("open_evaluation", marks=pytest.mark.conformance)]
+)
+def test_open_sizes_that_can_only_be_one_chain_need_no_second_run(
+    tmp_path: Path, what: str
+) -> None:
+    one, two = seen(tmp_path, what)
+    assert_same(two, one)
+
+
 @pytest.mark.conformance
 @pytest.mark.parametrize("python", [("-",), ("-i", "-q", "-")])
 def test_a_prompt_and_standard_input_have_stages(tmp_path: Path, python: tuple[str, ...]) -> None:
