@@ -21,6 +21,7 @@ from lightning_hybrid.process.joining import (
     LETTING_GO_S,
     History,
     Meeting,
+    drop_group,
     drop_what_driver_lacks,
     has_met,
     history,
@@ -30,6 +31,7 @@ from lightning_hybrid.process.joining import (
     store_of_all,
 )
 from lightning_hybrid.process.killed_ranks import KilledRanksWatch
+from lightning_hybrid.process.late_drivers import Choice, LateWorld
 from lightning_hybrid.process.servers import (
     EndOrder,
     JoinOrder,
@@ -37,6 +39,7 @@ from lightning_hybrid.process.servers import (
     RestOrder,
     ServeOrder,
     Servers,
+    end_servers,
     give,
     latest_order,
     orders,

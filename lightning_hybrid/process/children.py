@@ -8,6 +8,7 @@ shell beside the script watches it (:func:`keep_ranks`).
 import subprocess
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import ClassVar
 
 from lightning_hybrid.errors import RemoteError
 from lightning_hybrid.process.faults import GRACE_S
@@ -37,7 +38,7 @@ class Children:
             last run has not failed.
     """
 
-    processes: Sequence["subprocess.Popen[bytes]"] = ()
+    processes: ClassVar[list["subprocess.Popen[bytes]"]] = []
     lose: Callable[[Collection[int]], set[int] | None] | None = None
     failed = ""
 

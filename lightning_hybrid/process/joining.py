@@ -160,25 +160,28 @@ class History:
 
     Attributes:
         generation: number of groups and meshes made so far.
+        met: whether there is a group of all ranks that may be used again.
         meshed: whether the mesh of the last run may be used again.
         failed: whether the last run has failed.
     """
 
     generation: int
+    met: bool
     meshed: bool
     failed: bool
 
 
 def history() -> History:
     """Return which groups this process has from earlier runs."""
-    return History(_Process.generation, bool(_Process.key), _Process.failed)
+    met = _Process.everyone is not None
+    return History(_Process.generation, met, bool(_Process.key), _Process.failed)
 
 
 def drop_what_driver_lacks(driver: History) -> None:
-    """On a server, give up groups that rank 0 lacks, so that both make the next ones together.
+    """On another rank, give up groups that rank 0 lacks, so that both make the next ones together.
 
     Closes the mesh, and the group of all ranks, where rank 0 has other ones or none. (There may
-    have been runs without this server.) Then counts generations as rank 0 does.
+    have been runs without this rank.) Then counts generations as rank 0 does.
 
     Args:
         driver: what :func:`history` returns on rank 0.
@@ -187,10 +190,16 @@ def drop_what_driver_lacks(driver: History) -> None:
     if not (same and driver.meshed):
         forget()
         _leave_mesh()
-    if not same and _Process.everyone is not None:
+    if not (same and driver.met):
+        drop_group()
+    _Process.generation, _Process.failed = driver.generation, driver.failed
+
+
+def drop_group() -> None:
+    """Drop the group of all ranks, so that the next run makes another one, if there is a group."""
+    if _Process.everyone is not None:
         _Process.everyone.world.drop()
         _Process.everyone = None
-    _Process.generation, _Process.failed = driver.generation, driver.failed
 
 
 def has_met() -> bool:

@@ -43,6 +43,8 @@ class JoinOrder:
         surveys: whether all ranks survey their devices together.
         machine: what an earlier survey on rank 0 has found; ``None``: there was none.
         capacity: relative speeds of the devices by global rank, from the user; ``None``: measured.
+        lone: whether sizes are still to be chosen on rank 0: then devices are surveyed, and no mesh
+            is joined. The next order is another one to join.
     """
 
     history: History
@@ -53,6 +55,7 @@ class JoinOrder:
     surveys: bool
     machine: Machine | None
     capacity: tuple[float, ...] | None
+    lone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +111,15 @@ class RestOrder:
 
 @dataclass(frozen=True)
 class EndOrder:
-    """An order to end the process of the server, since the script of rank 0 is over.
+    """An order to end the process of a server: the script is over, or a driver takes its place.
 
     Attributes:
         code: exit code with which the server ends.
+        ranks: global ranks of the servers that end; empty: all of them.
     """
 
     code: int
+    ranks: frozenset[int] = frozenset()
 
 
 Order = JoinOrder | ServeOrder | RestOrder | EndOrder
@@ -130,9 +135,12 @@ class Servers:
     Attributes:
         ranks: global ranks of the servers, which run no script (any more). Equal on all ranks that
             run the script.
+        lone: whether rank 0 alone runs the script only until it has chosen open sizes. Then drivers
+            are started in the places of some servers.
     """
 
     ranks: ClassVar[set[int]] = set()
+    lone: ClassVar[bool] = False
     _ends: ClassVar[bool] = False
 
     @classmethod
@@ -171,6 +179,20 @@ def start_server(rank: int) -> "subprocess.Popen[bytes]":
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment = quiet | os.environ | {"PYTHONPATH": paths, "LOCAL_RANK": str(rank)}
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+
+
+def end_servers(processes: Iterable["subprocess.Popen[bytes]"]) -> None:
+    """Wait until servers have ended that this process has ordered to, and kill those that do not.
+
+    Args:
+        processes: their processes.
+    """
+    for process in processes:
+        try:
+            process.wait(_FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def give(store: Any, order: Order) -> None:
@@ -215,6 +237,8 @@ def orders(
                 yield EndOrder(1)  # (an agent that hears of it may start this rank again)
                 return
             if isinstance(order, EndOrder):
+                if order.ranks and rank not in order.ranks:
+                    continue
                 with suppress(dist.DistNetworkError):  # (rank 0 waits no longer)
                     own.set(_farewell(rank), "")
             elif isinstance(order, JoinOrder):

@@ -1,7 +1,8 @@
 """The ranks of a run: who takes part in barriers and broadcasts, and how failures are told.
 
-Barriers and broadcasts are over the ranks that run the script. These are the drivers, and where
-sizes are left open, all ranks up to the setup of a run, when they get coordinates. During a run
+Barriers and broadcasts are over the ranks that run the script. These are the drivers. Where sizes
+are left open, they are rank 0 alone, or all ranks if a cluster's launcher has started the script on
+all, up to the setup of a run, when ranks get coordinates. During a run
 Lightning's own code makes barriers and broadcasts over the drivers.
 """
 
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -51,6 +52,8 @@ class Phase(Enum):
 
     APART = "nobody: this process has no groups yet"
     TOGETHER = "all that run the script: before the setup of a run, and after its end"
+    LONE = "nobody: rank 0 alone runs the script until sizes are chosen"
+    LATE = "nobody: this script was started when sizes were chosen, and follows that of rank 0"
     CHOOSING = "nobody: rank 0 looks at the network, and the others wait for what it says"
     RUNNING = "the drivers"
     SERVING = "nobody: a worker hears its driver alone"
@@ -68,10 +71,12 @@ class World:
     Attributes:
         everyone: as given.
         phase: which ranks take part with this rank in barriers and broadcasts now.
+        said: what was broadcast in phase LONE, for drivers that are started later.
     """
 
     def __init__(self, everyone: Everyone, timeout: timedelta) -> None:
         self.everyone, self.phase = everyone, Phase.TOGETHER
+        self.said: list[Any] = []
         self._joined: Joined | None = None
         self._has_heard = False  # whether a meeting has told of a failure
         self._watch = FaultWatchdog(self.coordinates, everyone.store, timeout)
@@ -196,6 +201,8 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
+        if self.phase is Phase.LONE:
+            self.said.append(value)
         if self.phase is not Phase.TOGETHER:
             return value
         self._meet("a broadcast")
@@ -291,9 +298,9 @@ class World:
         Used on rank 0 while it chooses sizes that the user has left open. After an error inside the
         phase stays CHOOSING.
         """
-        self.phase = Phase.CHOOSING
+        before, self.phase = self.phase, Phase.CHOOSING
         yield
-        self.phase = Phase.TOGETHER  # not after an error, of which `fail` tells the others
+        self.phase = before  # not after an error, of which `fail` tells the others
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

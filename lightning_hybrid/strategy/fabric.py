@@ -20,6 +20,7 @@ from lightning_hybrid._lightning import (
     CheckpointIO,
     ClusterEnvironment,
     FabricDDPStrategy,
+    Trainer,
     rank_zero_info,
 )
 from lightning_hybrid._lightning_private import (
@@ -249,16 +250,17 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
     def _setup_distributed(self) -> None:
         ranks = self._ranks
         self._process_group_backend = backend = self._get_process_group_backend()
+        self._take_known_chain(None)
         ranks.meet(backend, self._timeout or timedelta(minutes=30))
-        if not ranks.world.has_coordinates:
-            ranks.take_coordinates()
-            rank_zero_info(
-                f"All {ranks.stages} devices form one chain: under Fabric no training step is "
-                "known before the first. Other sizes: Fabric(strategy="
-                "HybridGabraFabricStrategy(data_parallel_size=..., pipeline_parallel_size=...))."
-            )
         ranks.serve_if_worker(for_good=self._start_method == "popen")
         self._rest()
+
+    def _why_chain(self, trainer: Trainer | None) -> str | None:
+        return (
+            "under Fabric no training step is known before the first. Other sizes: "
+            "Fabric(strategy=HybridGabraFabricStrategy(data_parallel_size=..., "
+            "pipeline_parallel_size=...))"
+        )
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # DDP's, there
         """Begin the run of a model: send the weights of replica 0 to all replicas (collective).

@@ -276,6 +276,25 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
         keep_ranks(new)
         atexit.register(leave_nobody)
 
+    def start_drivers(self, ranks: Collection[int]) -> "list[Popen[bytes]]":
+        """Start the script for drivers in the places of servers of this host.
+
+        Args:
+            ranks: local ranks of the servers, which still run.
+
+        Returns:
+            The processes of these servers, which are to end.
+
+        Raises:
+            PlanError: the weights of all drivers have no room in the memory of this host.
+        """
+        self.before_start(len(ranks))
+        children, ending = Children.processes, [Children.processes[rank - 1] for rank in ranks]
+        for rank in ranks:
+            children[rank - 1] = self._start(rank, served=False)
+        keep_ranks([children[rank - 1] for rank in ranks])
+        return ending
+
     def _start(self, rank: int, *, served: bool) -> "Popen[bytes]":
         """Start the process of one rank of this host, after setting ``MASTER_ADDR`` and the like.
 

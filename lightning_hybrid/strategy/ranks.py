@@ -5,10 +5,11 @@ Lightning and scripts are told of a world like that of DDP over the drivers, one
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
+from subprocess import Popen
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +34,11 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
 from lightning_hybrid.process import (
+    Choice,
+    EndOrder,
     History,
     JoinOrder,
+    LateWorld,
     Meeting,
     NoWorld,
     Order,
@@ -42,10 +46,14 @@ from lightning_hybrid.process import (
     Servers,
     World,
     cluster_of,
+    drop_group,
+    drop_what_driver_lacks,
+    end_servers,
     give,
     has_met,
     history,
     join,
+    know_machine,
     known_machine,
     latest_order,
     look_around,
@@ -259,7 +267,7 @@ class StrategyRanks:
         """Meet all other ranks when a run starts; join the mesh if sizes are given (collective).
 
         Rank 0 first orders the servers of this script to come. A default process group of torch
-        that exists already is closed.
+        that exists already is closed. A driver that is started late meets nobody yet.
 
         Args:
             backend: backend of the process groups.
@@ -273,7 +281,9 @@ class StrategyRanks:
         self._timeout = timeout
         environment = given(self._environment, "cluster_environment")
         refuse_other_numbers(environment, self.launched, self.hosts, self.per_host)
-        self._keep_drivers()
+        Servers.lone &= self.sizes_are_open
+        if not Servers.lone:
+            self._keep_drivers()
         coordinates = self._coordinates_at(self.launched.rank)
         agent_serves = (
             isinstance(environment, TorchElasticEnvironment)
@@ -289,8 +299,14 @@ class StrategyRanks:
             )
         meeting = Meeting(address, port, self.hosts, serve, outlives=agent_serves)
         self._meeting = meeting
-        before = history()
         store = self._store
+        if self.sizes_are_open and not (has_met() or Servers.lone):
+            choice = Choice.found(store)
+            if choice is not None:
+                self.world = LateWorld(choice)
+                self._show()
+                return
+        before = history()
         if coordinates.rank == 0 and Servers.ranks:
             give(store, self._join_order(before, coordinates))
         self.world = World(reach(coordinates, meeting), timeout)
@@ -299,15 +315,64 @@ class StrategyRanks:
         self._latest_order = latest_order(store)
         if self.sizes_are_open:
             self._show()  # of one chain, so that nobody divides data by all processes
+            if Servers.lone:
+                self.look_around(self.world.everyone.world)
+                self.world.phase = Phase.LONE
         else:
             self.take_coordinates()
+
+    def meet_as_chosen(
+        self, machine: Machine, start_drivers: Callable[[Collection[int]], list["Popen[bytes]"]]
+    ) -> None:
+        """Meet all ranks again when rank 0, which has run the script alone, has chosen sizes.
+
+        Drivers of other replicas are started, and the servers end whose places they take.
+
+        Args:
+            machine: the surveyed devices.
+            start_drivers: starts the script for these ranks, and returns the processes of the
+                servers that had their places.
+        """
+        world, (replicas, stages) = self.joined, self.shape
+        world.stop_watching()
+        late = frozenset(range(stages, replicas * stages, stages))
+        if late:
+            drop_group()
+            Servers.ranks -= late
+            Choice(
+                sizes=given(self.config.sizes, "sizes"),
+                servers=frozenset(Servers.ranks),
+                machine=machine,
+                history=history(),
+                said=tuple(world.said),
+            ).leave(self._store)
+            self.hide()
+            ending = start_drivers(late)
+            give(self._store, EndOrder(0, late))
+            end_servers(ending)
+        Servers.lone = False
+        self.meet(self._backend, self._timeout)
+
+    def meet_late(self, choice: Choice) -> None:
+        """On a driver that is started late, meet the other ranks, with what rank 0 has chosen.
+
+        Args:
+            choice: what rank 0 has left for this driver.
+        """
+        self.config = replace(self.config, sizes=choice.sizes)
+        Servers.ranks.update(choice.servers)
+        drop_what_driver_lacks(choice.history)
+        capacity, device = self.config.capacity, self.root_device
+        backend, size = backend_on(device, self._backend), self.hosts * self.per_host
+        know_machine(choice.machine, size, device, backend, capacity)
+        self.meet(self._backend, self._timeout)
 
     def ranks_to_serve(self, *, scripted: bool) -> Collection[int]:
         """Return the local ranks whose processes are to be servers: all workers, if they are known.
 
-        They are not known with several hosts, and while sizes are open: then all ranks run the
-        script until sizes are chosen. If that is impossible, since the script cannot be started
-        again or there are servers already, open sizes are set to one replica here.
+        While sizes are open, these are all but rank 0, which runs the script alone until sizes are
+        chosen. If the script cannot be started again, or there are servers already, open sizes are
+        set to one replica here. With several hosts no workers are known: all ranks run the script.
 
         Args:
             scripted: whether the script can be started again in other processes.
@@ -316,8 +381,7 @@ class StrategyRanks:
             return ()
         if self.sizes_are_open and (Servers.ranks or not scripted):
             self.config = replace(self.config, data_parallel_size=1)
-        if self.sizes_are_open:
-            return ()
+        Servers.lone = self.sizes_are_open
         here = replace(self._coordinates_at(0), order=self._order_of_plan)
         return [r for r in range(self.per_host) if not replace(here, rank=r).is_driver]
 
@@ -371,6 +435,7 @@ class StrategyRanks:
             surveys=self.config.needs_survey(*self.shape),
             machine=known_machine(size, device, backend, capacity),
             capacity=capacity,
+            lone=Servers.lone,
         )
 
     @property

@@ -5,6 +5,7 @@ replica has.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from lightning_hybrid.comm import Coordinates, Failure
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Phase
-from lightning_hybrid.run import BetweenRuns, DriverSession, refuse_other_shards
+from lightning_hybrid.run import BetweenRuns, DriverSession, refuse_other_shards, say_chain
 from lightning_hybrid.strategy.launcher import (
     HybridMultiProcessingLauncher,
     HybridSubprocessLauncher,
@@ -222,7 +223,29 @@ class ReplicaRanks:
         Args:
             trainer: the Trainer; ``None`` under Fabric.
         """
+        self._take_known_chain(trainer)
         return self._ranks.ranks_to_serve(scripted=has_script())
+
+    def _take_known_chain(self, trainer: Trainer | None) -> None:
+        """Let all devices form one chain if sizes are open, and the kind of the run decides that.
+
+        All ranks that run the script call this before they meet.
+
+        Args:
+            trainer: the Trainer, which begins a run; ``None`` under Fabric.
+        """
+        ranks = self._ranks
+        if ranks.sizes_are_open and (reason := self._why_chain(trainer)) is not None:
+            say_chain(ranks.hosts * ranks.per_host, reason)
+            ranks.config = replace(ranks.config, data_parallel_size=1)
+
+    def _why_chain(self, trainer: Trainer | None) -> str | None:
+        """Say why all devices form one chain if sizes are open; ``None``: sizes are to be chosen.
+
+        Args:
+            trainer: the Trainer, which begins a run; ``None`` under Fabric.
+        """
+        raise NotImplementedError
 
     def _launcher_of_processes(
         self,

@@ -9,10 +9,10 @@ refused in :mod:`lightning_hybrid.strategy.refusals`.
 
 from collections.abc import Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from subprocess import Popen
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -48,14 +48,13 @@ from lightning_hybrid.driver import bring_here
 from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
 from lightning_hybrid.parts import parts_of, refuse_streaming, survives_losses
 from lightning_hybrid.planning import Plan, free_of_host
-from lightning_hybrid.process import NoWorld, Phase
+from lightning_hybrid.process import LateWorld, NoWorld, Phase
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
     DriverSession,
     Run,
     move_module,
-    say_chain,
     scalers_of,
     why_chain,
     with_atomic_writes,
@@ -65,7 +64,7 @@ from lightning_hybrid.state import (
     is_sharded,
     let_go_of_checkpoints,
 )
-from lightning_hybrid.strategy.agreed_sizes import agree_on_sizes, compare_prepared
+from lightning_hybrid.strategy.agreed_sizes import Prepared, agree_on_sizes
 from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
 from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
@@ -84,6 +83,8 @@ from lightning_hybrid.strategy.refusals import (
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
 T = TypeVar("T")
+
+_AFTER_PREPARE_DATA = "pre_setup"  # name of the barrier that Lightning makes then
 
 
 class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
@@ -229,6 +230,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._building = Building()
         self._plans: dict[str, Plan] = {}
         self._saves = ShardedSaves()
+        self._prepared: Prepared | None = None  # of the present run
         self._rest()
 
     def __repr__(self) -> str:
@@ -298,18 +300,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._launcher = launcher
         refuse_interactive(works=self._launcher.is_interactive_compatible)
 
-    def _ranks_to_serve(self, trainer: Trainer | None) -> Collection[int]:
-        self._take_known_chain(given(trainer, "trainer"))
-        return super()._ranks_to_serve(trainer)
-
-    def _take_known_chain(self, trainer: Trainer) -> None:
-        """If sizes are open, and the kind of the run tells that all devices form one chain, do so.
-
-        All ranks call this with the Trainer, before they meet.
-        """
-        if self._ranks.sizes_are_open and (reason := why_chain(trainer)) is not None:
-            say_chain(self._ranks.hosts * self._ranks.per_host, reason)
-            self._ranks.config = replace(self._config, data_parallel_size=1)
+    def _why_chain(self, trainer: Trainer | None) -> str | None:
+        return why_chain(given(trainer, "trainer"))
 
     def _refuse_copies(self, number: int) -> None:
         refuse_copies(self._module, number, free_of_host())
@@ -321,9 +313,15 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._process_group_backend = backend = self._get_process_group_backend()
         self._ranks.meet(backend, self._timeout or timedelta(minutes=30))
         self._rest()
+        self._prepared = Prepared(self._module.trainer)
         if self._ranks.world.has_coordinates:
             refuse_sizes(self._module.trainer, *self._ranks.shape)
             self._ranks.serve_if_worker(self._module, for_good=self._start_method == "popen")
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if name == _AFTER_PREPARE_DATA and self._prepared is not None:
+            self._prepared.note()
+        super().barrier(name, *args, **kwargs)
 
     def setup(self, trainer: Trainer) -> None:
         """Set up a run: choose open sizes, share the weights, make the optimizers (collective).
@@ -342,10 +340,17 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             self.model = self.precision_plugin.convert_module(given(self.model, "model"))
         refuse_lazy(self._module)
         ranks = self._ranks
-        alone = compare_prepared(ranks, trainer)
-        if not ranks.joined.has_coordinates:
-            if agree_on_sizes(ranks, trainer, self._may_have, alone=alone):
+        is_open = not ranks.world.has_coordinates
+        if isinstance(ranks.world, LateWorld):
+            ranks.meet_late(ranks.world.choice)
+        else:
+            alone = given(self._prepared, "prepared").alone(ranks)
+            if is_open and agree_on_sizes(
+                ranks, trainer, self._may_have, self._start_drivers, alone=alone
+            ):
                 self._plans.clear()  # of the chain in which an earlier run has evaluated
+        if is_open:
+            self._rest()
             refuse_sizes(trainer, *ranks.shape)
             ranks.serve_if_worker(self._module, for_good=self._start_method == "popen")
         syncs = self._layer_sync is not None
@@ -372,6 +377,11 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
             scaled = bool(scalers_of(self.precision_plugin))
             refuse_optimizers(self.optimizers, *ranks.shape, scaled=scaled)
         self.setup_precision_plugin()
+
+    def _start_drivers(self, ranks: Collection[int]) -> list[Popen[bytes]]:
+        """Start the script for drivers; see `HybridSubprocessLauncher.start_drivers`."""
+        started: list[Popen[bytes]] = self._launcher.start_drivers(ranks)
+        return started
 
     def _may_have(self, replicas: int, stages: int) -> bool:
         """Whether the Trainer's callbacks and launcher allow so many replicas and stages."""

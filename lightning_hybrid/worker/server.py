@@ -103,6 +103,8 @@ class Server:
         Collective over all ranks of the run. If the run has too few ranks for this one, this rank
         is in no run from then on.
         """
+        if isinstance(self._world, World):  # (in which sizes were chosen)
+            self._world.stop_watching()
         size = order.coordinates.replicas * order.coordinates.ranks_per_replica
         self._world = NoWorld()
         if self._rank >= size:
@@ -116,6 +118,10 @@ class Server:
         know_machine(order.machine, size, device, backend, order.capacity)
         self._world = world = World(reach(here, self._meeting), order.timeout)
         world.begin()
+        if order.lone:
+            look_around(world.everyone.world, device, backend, order.capacity)
+            world.serve()
+            return
 
         def survey(group: Group) -> Cluster:
             machine = look_around(group, device, backend, order.capacity)

@@ -11,11 +11,12 @@ from typing import Any
 
 import operators_of_served
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid import HybridGabraFabricStrategy, HybridGabraStrategy
 from lightning_hybrid.process import Children
 from lightning_hybrid.remote import is_deferred
 
@@ -221,6 +222,26 @@ def open_evaluation(folder: Path) -> Any:
         return made.validate(module, verbose=False)
 
     return [validated(devices) for devices in (1, 2)]
+
+
+def open_fabric(folder: Path) -> Any:
+    """Sizes are left open under Fabric."""
+
+    def train(fabric: Fabric) -> dict[str, Tensor]:
+        model = Net().double()
+        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        for x, y in Module().train_dataloader():
+            fabric.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    def trained(devices: int) -> Any:
+        seed_everything(3, verbose=False)
+        strategy = HybridGabraFabricStrategy(num_microbatches=1) if devices > 1 else "auto"
+        return Fabric(accelerator="cpu", devices=devices, strategy=strategy).launch(train)
+
+    return [trained(devices) for devices in (1, 2)]
 
 
 def replicas(folder: Path) -> Any:

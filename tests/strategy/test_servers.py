@@ -47,7 +47,12 @@ def test_trainers_of_a_script_that_runs_once_train_as_on_one_device(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "what", ["open_made_later", pytest.param("open_evaluation", marks=pytest.mark.conformance)]
+    "what",
+    [
+        "open_made_later",
+        pytest.param("open_evaluation", marks=pytest.mark.conformance),
+        pytest.param("open_fabric", marks=pytest.mark.conformance),
+    ],
 )
 def test_open_sizes_that_can_only_be_one_chain_need_no_second_run(
     tmp_path: Path, what: str
