@@ -335,6 +335,7 @@ class StrategyRanks:
         """
         world, (replicas, stages) = self.joined, self.shape
         world.stop_watching()
+        self.hide()  # (the script is started with the launcher's numbers)
         late = frozenset(range(stages, replicas * stages, stages))
         if late:
             drop_group()
@@ -346,7 +347,6 @@ class StrategyRanks:
                 history=history(),
                 said=tuple(world.said),
             ).leave(self._store)
-            self.hide()
             ending = start_drivers(late)
             give(self._store, EndOrder(0, late))
             end_servers(ending)
@@ -359,6 +359,7 @@ class StrategyRanks:
         Args:
             choice: what rank 0 has left for this driver.
         """
+        self.hide()
         self.config = replace(self.config, sizes=choice.sizes)
         Servers.ranks.update(choice.servers)
         drop_what_driver_lacks(choice.history)
