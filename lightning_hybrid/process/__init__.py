@@ -31,7 +31,11 @@ from lightning_hybrid.process.joining import (
     store_of_all,
 )
 from lightning_hybrid.process.killed_ranks import KilledRanksWatch
-from lightning_hybrid.process.late_drivers import Choice, LateWorld
+from lightning_hybrid.process.late_drivers import (
+    Choice,
+    LateWorld,
+    wait_for_late_drivers,
+)
 from lightning_hybrid.process.servers import (
     EndOrder,
     JoinOrder,

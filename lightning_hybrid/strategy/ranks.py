@@ -34,6 +34,7 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.errors import HybridError, PlanError
 from lightning_hybrid.planning import Cluster, Machine
 from lightning_hybrid.process import (
+    Children,
     Choice,
     EndOrder,
     History,
@@ -60,6 +61,7 @@ from lightning_hybrid.process import (
     orders,
     reach,
     store_of_all,
+    wait_for_late_drivers,
 )
 from lightning_hybrid.run import LauncherRanks, ReplicaWorld, ShownRanks, asked_by_framework
 from lightning_hybrid.worker import Server, serve_here
@@ -303,7 +305,7 @@ class StrategyRanks:
         if self.sizes_are_open and not (has_met() or Servers.lone):
             choice = Choice.found(store)
             if choice is not None:
-                self.world = LateWorld(choice)
+                self.world = LateWorld(choice, store)
                 self._show()
                 return
         before = history()
@@ -336,6 +338,7 @@ class StrategyRanks:
         world, (replicas, stages) = self.joined, self.shape
         world.stop_watching()
         self.hide()  # (the script is started with the launcher's numbers)
+        Servers.lone = False
         late = frozenset(range(stages, replicas * stages, stages))
         if late:
             drop_group()
@@ -350,15 +353,17 @@ class StrategyRanks:
             ending = start_drivers(late)
             give(self._store, EndOrder(0, late))
             end_servers(ending)
-        Servers.lone = False
+            processes = {rank: Children.processes[rank - 1] for rank in late}
+            wait_for_late_drivers(self._store, processes)
         self.meet(self._backend, self._timeout)
 
-    def meet_late(self, choice: Choice) -> None:
+    def meet_late(self, world: LateWorld) -> None:
         """On a driver that is started late, meet the other ranks, with what rank 0 has chosen.
 
         Args:
-            choice: what rank 0 has left for this driver.
+            world: what this driver has had of the run so far.
         """
+        choice = world.choice
         self.hide()
         self.config = replace(self.config, sizes=choice.sizes)
         Servers.ranks.update(choice.servers)
@@ -366,6 +371,7 @@ class StrategyRanks:
         capacity, device = self.config.capacity, self.root_device
         backend, size = backend_on(device, self._backend), self.hosts * self.per_host
         know_machine(choice.machine, size, device, backend, capacity)
+        world.come(self.launched.rank)
         self.meet(self._backend, self._timeout)
 
     def ranks_to_serve(self, *, scripted: bool) -> Collection[int]:

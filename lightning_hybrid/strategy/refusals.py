@@ -81,13 +81,24 @@ def refuse_copies(module: nn.Module, others: int, free: int | None) -> None:
         PlanError: the weights of all of them are more than ``free``.
     """
     size = _nbytes(module)
-    if free is None or others * size <= free:
+    if has_room_for_copies(module, others, free):
         return
     raise PlanError(
         f"{type(module).__name__} has {gigabytes(size)} of weights, and every rank of this host "
         f"begins with all of them, as they are made in __init__: the other {others} would need "
-        f"{gigabytes(others * size)}, and {gigabytes(free)} is free. {_made_later(module)}"
+        f"{gigabytes(others * size)}, and {gigabytes(free or 0)} is free. {_made_later(module)}"
     )
+
+
+def has_room_for_copies(module: nn.Module, others: int, free: int | None) -> bool:
+    """Whether the weights of a module have room in so many other processes of this host.
+
+    Args:
+        module: the LightningModule, as it is in this process.
+        others: number of other processes.
+        free: bytes of memory that they may take together; ``None``: not known, so they have room.
+    """
+    return free is None or others * _nbytes(module) <= free
 
 
 def _made_later(module: nn.Module) -> str:

@@ -48,7 +48,7 @@ from lightning_hybrid.driver import bring_here
 from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
 from lightning_hybrid.parts import parts_of, refuse_streaming, survives_losses
 from lightning_hybrid.planning import Plan, free_of_host
-from lightning_hybrid.process import LateWorld, NoWorld, Phase
+from lightning_hybrid.process import LateWorld, NoWorld, Phase, Servers
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,
@@ -70,6 +70,7 @@ from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
     allows_sizes,
+    has_room_for_copies,
     refuse_checkpoint_io,
     refuse_copies,
     refuse_device,
@@ -342,7 +343,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         ranks = self._ranks
         is_open = not ranks.world.has_coordinates
         if isinstance(ranks.world, LateWorld):
-            ranks.meet_late(ranks.world.choice)
+            ranks.meet_late(ranks.world)
         else:
             alone = given(self._prepared, "prepared").alone(ranks)
             if is_open and agree_on_sizes(
@@ -384,7 +385,13 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         return started
 
     def _may_have(self, replicas: int, stages: int) -> bool:
-        """Whether the Trainer's callbacks and launcher allow so many replicas and stages."""
+        """Whether the Trainer's callbacks and launcher allow so many replicas and stages.
+
+        Where drivers are started late, the memory of this host must also have room for them.
+        """
+        others = replicas - 1 if Servers.lone else 0
+        if not has_room_for_copies(self._module, others, free_of_host()):
+            return False
         return allows_sizes(self._module.trainer, replicas, stages)
 
     def _plan_network(self, run: Run, *arguments: Any) -> Plan:

@@ -13,12 +13,16 @@ import operators_of_served
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraFabricStrategy, HybridGabraStrategy
+from lightning_hybrid.planning import Sizes
 from lightning_hybrid.process import Children
 from lightning_hybrid.remote import is_deferred
+from lightning_hybrid.strategy import agreed_sizes
 
 
 @torch.library.custom_op("served_script::negate", mutates_args=())
@@ -271,8 +275,64 @@ def kill_driver(folder: Path) -> Any:
     fit(folder, 2, Killed())
 
 
+def _checkpointed(folder: Path, devices: int, **sizes: int | str) -> Any:
+    """Weights and metrics of a fit, and the place of its checkpoint, on each driver."""
+    seed_everything(3, verbose=False)
+    module = Module()
+    made = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=HybridGabraStrategy(num_microbatches=1, **sizes),
+        max_epochs=2,
+        logger=CSVLogger(folder),
+        callbacks=[ModelCheckpoint(save_last=True)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    made.fit(module)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    place = made.checkpoint_callback.last_model_path
+    shape = made.world_size, made.strategy.coordinates.ranks_per_replica
+    return {"weights": weights, "loss": made.callback_metrics["loss"]}, place, shape
+
+
+def open_replicas(folder: Path) -> Any:
+    """Open sizes become two replicas, and then they are given."""
+    chosen = _checkpointed(folder, 2)
+    return chosen, _checkpointed(folder, 2, data_parallel_size=2, pipeline_parallel_size=1)
+
+
+def open_rows(folder: Path) -> Any:
+    """As if two replicas of two stages were the fastest."""
+    agreed_sizes.choose_on_rank_0 = lambda *_: Sizes(replicas=2, stages=2, microbatches=1)
+    chosen = _checkpointed(folder, 4)
+    return chosen, _checkpointed(folder, 4, data_parallel_size=2, pipeline_parallel_size=2)
+
+
+def late_failure(folder: Path) -> Any:
+    class Fails(Module):
+        def setup(self, stage: str) -> None:
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                raise ValueError("on purpose, late")
+
+    try:
+        trainer(folder, 2, pipeline_parallel_size="auto").fit(Fails())
+    except ValueError as error:
+        return str(error)
+
+
+def late_death(folder: Path) -> Any:
+    class Dies(Module):
+        def setup(self, stage: str) -> None:
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                os._exit(3)
+
+    trainer(folder, 2, pipeline_parallel_size="auto").fit(Dies())
+
+
 place = Path(sys.argv[1])
 with (place / "runs").open("a") as runs:
     runs.write(f"{os.getpid()}\n")
 seen = globals()[sys.argv[2]](place)
-torch.save(seen, place / "seen.pt")
+rank = os.environ.get("LOCAL_RANK", "0")
+torch.save(seen, place / f"seen{rank}.pt")

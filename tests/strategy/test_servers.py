@@ -26,11 +26,15 @@ def start(folder: Path, what: str, *python: str, text: str = "") -> tuple[int, s
     return done.returncode, done.stdout + done.stderr
 
 
-def seen(folder: Path, what: str, *python: str, text: str = "") -> Any:
+def seen(folder: Path, what: str, *python: str, text: str = "", ranks: tuple[int, ...] = ()) -> Any:
+    """What the script has seen on rank 0 and on others, the drivers of more replicas."""
     code, output = start(folder, what, *python, text=text)
     assert code == 0, output
-    assert len((folder / "runs").read_text().splitlines()) == 1, "the script has run again"
-    return torch.load(folder / "seen.pt", weights_only=False)
+    runs = (folder / "runs").read_text().splitlines()
+    assert len(runs) == 1 + len(ranks), "the script has run on other ranks"
+    files = [folder / f"seen{rank}.pt" for rank in (0, *ranks)]
+    found = [torch.load(file, weights_only=False) for file in files]
+    return found if ranks else found[0]
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -59,6 +63,34 @@ def test_open_sizes_that_can_only_be_one_chain_need_no_second_run(
 ) -> None:
     one, two = seen(tmp_path, what)
     assert_same(two, one)
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "shape"),
+    [
+        ("open_replicas", (1,), (2, 1)),
+        pytest.param("open_rows", (2,), (2, 2), marks=pytest.mark.conformance),
+    ],
+)
+def test_drivers_are_started_when_replicas_are_chosen(
+    tmp_path: Path, what: str, ranks: tuple[int, ...], shape: tuple[int, int]
+) -> None:
+    """They train as with the same sizes given, and hear where rank 0 puts checkpoints."""
+    drivers = seen(tmp_path, what, ranks=ranks)
+    for (chosen, place, sizes), (given, _, others) in drivers:
+        assert sizes == others == shape
+        assert_same(chosen, given)
+        assert place == drivers[0][0][1]
+        assert Path(place).exists()
+
+
+@pytest.mark.conformance
+def test_a_driver_that_fails_before_it_joins_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    assert seen(tmp_path, "late_failure", ranks=(1,)) == ["on purpose, late"] * 2
+    code, output = start(tmp_path, "late_death")
+    assert code == 1
+    assert "Rank 1, on which the script was started for another replica" in output
+    assert "has ended with code 3" in output
 
 
 @pytest.mark.conformance
