@@ -1,9 +1,9 @@
 """Launchers: start a process for each device; a worker's process is a server.
 
-Where this package starts the processes and knows the sizes, workers run no script. A launcher of a
-cluster starts the script on every rank, and so does this package where sizes are left open. A rank
-that runs the script then serves from the moment when it is known to be a worker, and does not come
-back to the script (:mod:`lightning_hybrid.worker.server`).
+Where this package starts the processes, workers run no script; if sizes are left open, rank 0 runs
+it alone until they are chosen, and then other drivers are started. A launcher of a cluster starts
+the script on every rank. There a rank serves from the moment when it is known to be a worker, and
+does not come back to the script (:mod:`lightning_hybrid.worker.server`).
 
 Every rank of a failed run shows the first error: the rank that fails first writes it to the common
 store, and a rank that has merely lost a peer reads it from there.
