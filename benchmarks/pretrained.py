@@ -14,7 +14,9 @@ forward, of each rank:
   is 1.2 x;
 * seconds: of `configure_model`; until the network is there, until the first batch, until the first
   loss. With stages the first of these comes after the start of the other ranks, and the last one
-  has the work before the first step, whose pieces are shown: in "handing out" ranks read the files.
+  has the work before the first step, whose pieces are shown: in "handing" (out) ranks read the
+  files. One device has mapped them by then, and each page is read when it is used; so that this can
+  be compared, it uses one number of each page before the first batch ("reading").
 
     python benchmarks/pretrained.py                                # about 1 B parameters in bf16
     python benchmarks/pretrained.py --width 512 --layers 4 --shard 20MB
@@ -23,6 +25,7 @@ forward, of each rank:
 
 import argparse
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -181,6 +184,13 @@ class FineTune(LightningModule):
         spent = before_the_first_step(self.trainer)
         self.seconds |= {what: round(s, 1) for what, s in spent.items()}
         return loss
+
+    def on_train_start(self) -> None:
+        if self._kind == "one":
+            begun = time.perf_counter()
+            for parameter in self.parameters():
+                parameter.data.view(-1)[:: mmap.PAGESIZE // parameter.element_size()].sum()
+            self.seconds["reading"] = round(time.perf_counter() - begun, 1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 1e-3)

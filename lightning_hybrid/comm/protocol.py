@@ -29,7 +29,7 @@ from lightning_hybrid.comm.switches import Switches
 from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.graph import StageCode
-from lightning_hybrid.remote import RemoteKind
+from lightning_hybrid.remote import FileOfTensors, FilePart, RemoteKind
 
 Tensors = Iterable[tuple[str, Tensor]]
 """Named tensors. The sender gives them in an iterable; the receiver gets an iterator, each step
@@ -686,6 +686,32 @@ class TakeWeights(Command):
     """
 
     tensors: Tensors
+
+
+@dataclass(frozen=True)
+class FindFiles(Command):
+    """Answer which files of weights this rank can read itself.
+
+    ``Answer.value`` is a set of those of ``files`` that are the same here.
+
+    Attributes:
+        files: the files, as the driver has found them.
+    """
+
+    answered = True
+
+    files: frozenset[FileOfTensors]
+
+
+@dataclass(frozen=True)
+class ReadWeights(Command):
+    """Read parameters and buffers from files.
+
+    Attributes:
+        parts: by name in the LightningModule, where in a file the numbers are.
+    """
+
+    parts: dict[str, FilePart]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from lightning_hybrid.comm import Answer, Heartbeat, Mesh, NcclGuard, signals_deferred, switches
-from lightning_hybrid.comm.protocol import Command, TakeSwitches, TakeWeights
+from lightning_hybrid.comm.protocol import Command, ReadWeights, TakeSwitches, TakeWeights
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.remote import Proxies
 from lightning_hybrid.stage import Engine, LendingLine
@@ -61,7 +61,7 @@ class Workers:
                 :meth:`passing`.
         """
         self.refuse_in_pass()
-        if isinstance(command, TakeWeights):
+        if isinstance(command, TakeWeights | ReadWeights):
             self.before_weights_change()
         channel = self._channels[rank]
         send = channel.send_with_next if command.goes_with_next else channel.send

@@ -1,16 +1,24 @@
 """Distributes the stages of a network to the ranks of a replica: code, weights, links."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hybrid.comm import Devices, Mesh, connect, copies_of, signals_deferred, stages_of
-from lightning_hybrid.comm.protocol import Command, CutNetwork, Placement, TakeWeights
+from lightning_hybrid.comm.protocol import (
+    Command,
+    CutNetwork,
+    FindFiles,
+    Placement,
+    ReadWeights,
+    TakeWeights,
+)
 from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import StageCode, is_running_statistic, make_stages
+from lightning_hybrid.remote import file_parts
 from lightning_hybrid.stage import (
     Engine,
     Trace,
@@ -181,7 +189,9 @@ class Distribution:
             theirs = [c for c, owners in zip(codes, map(copies_of, devices)) if worker in owners]
             names = {n: prefix + n for code in theirs for n in code.owned}
             values = to_send(tensors, names.values(), makes=makes)
-            self._workers.send(worker, TakeWeights(values.items()))
+            read = self._have_worker_read(worker, values)
+            rest = [(name, value) for name, value in values.items() if name not in read]
+            self._workers.send(worker, TakeWeights(rest))
             mine = [full for n, full in names.items() if n not in borrowed[worker]]
             remote[worker] = tuple(mine)
             # (after they were sent, since this may free their memory here)
@@ -192,6 +202,27 @@ class Distribution:
                 self._commands.remote.gradients,
             )
         return remote
+
+    @signals_deferred
+    def _have_worker_read(self, worker: int, values: Mapping[str, Tensor]) -> Collection[str]:
+        """Have a worker read from files what it is to own, where it has the same files.
+
+        Args:
+            worker: ``pp_rank`` of the worker.
+            values: by name in the LightningModule, what it is to own.
+
+        Returns:
+            Names of the tensors that it reads.
+        """
+        parts = file_parts(values)
+        if not parts:
+            return ()
+        self._workers.send(worker, FindFiles(frozenset(part.file for part in parts.values())))
+        [answer] = self._workers.hear([worker])
+        found = {name: part for name, part in parts.items() if part.file in answer.value}
+        if found:
+            self._workers.send(worker, ReadWeights(found))
+        return found
 
     def _make_engine(
         self,

@@ -22,13 +22,21 @@ from lightning_hybrid.remote.deferred import (
 )
 from lightning_hybrid.remote.deferred_maker import (
     DeferredMaker,
+    file_parts,
     forget_made,
     has_source,
+    read_from_files,
 )
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
 from lightning_hybrid.remote.intercepted import Intercepted
 from lightning_hybrid.remote.living_views import ViewInMemory, views_of
-from lightning_hybrid.remote.mapped_files import PAGE_OUT, let_go_of_pages, mappings
+from lightning_hybrid.remote.mapped_files import (
+    PAGE_OUT,
+    FileOfTensors,
+    FilePart,
+    let_go_of_pages,
+    mappings,
+)
 from lightning_hybrid.remote.own_memory import with_memory
 from lightning_hybrid.remote.proxies import Proxies
 from lightning_hybrid.remote.proxy import RemoteKind, read_now, writes_to

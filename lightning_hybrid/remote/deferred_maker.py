@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ from lightning_hybrid.remote.deferred import (
 )
 from lightning_hybrid.remote.initialization_tape import Tape, View
 from lightning_hybrid.remote.intercepted import ordinary
-from lightning_hybrid.remote.mapped_files import in_mapped_file
-from lightning_hybrid.remote.own_memory import memory_for
+from lightning_hybrid.remote.mapped_files import FilePart, MappedFiles, in_mapped_file
+from lightning_hybrid.remote.own_memory import memory_for, with_memory
 from lightning_hybrid.remote.unread import is_unread
 
 
@@ -77,6 +77,38 @@ def has_source(tensor: Any) -> bool:
         return False
     with as_they_are():
         return not maker.tape.holds_memory(tensor)
+
+
+def file_parts(tensors: Mapping[str, Any]) -> dict[str, FilePart]:
+    """Find deferred tensors whose numbers are in a file, as they are.
+
+    Args:
+        tensors: tensors by name; others than deferred ones are left out.
+
+    Returns:
+        By name, where they are.
+    """
+    makers = {n: t._maker for n, t in tensors.items() if is_deferred(t)}
+    found = {n: m.tape for n, m in makers.items() if isinstance(m, DeferredMaker)}
+    files = MappedFiles() if found else None
+    with as_they_are():
+        parts = {n: tape.file_part(tensors[n], files) for n, tape in found.items() if files}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def read_from_files(tensors: Mapping[str, Any]) -> None:
+    """Turn those deferred tensors into ordinary ones whose numbers are in a file, as they are.
+
+    Args:
+        tensors: tensors by name; all others stay as they are.
+    """
+    for name, part in file_parts(tensors).items():
+        tensor = tensors[name]
+        with as_they_are():
+            if is_deferred(tensor):  # (else it has got its memory with a view of it)
+                value = with_memory(tensor, torch.device("cpu"))
+                part.read_into(value)
+                tensor._maker.give_memory(tensor, value)
 
 
 _living: weakref.WeakSet[DeferredMaker] = weakref.WeakSet()

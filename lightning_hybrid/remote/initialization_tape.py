@@ -21,7 +21,12 @@ from lightning_hybrid._torch.tensors import has_tensors, schema, storage_key, ve
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote.deferred import empty_like_on, is_deferred, value_of
-from lightning_hybrid.remote.mapped_files import in_mapped_file, let_go_of_file
+from lightning_hybrid.remote.mapped_files import (
+    FilePart,
+    MappedFiles,
+    in_mapped_file,
+    let_go_of_file,
+)
 from lightning_hybrid.remote.own_memory import memory_for
 
 _SNAPSHOT_BYTES = 2**20
@@ -195,6 +200,28 @@ class Tape:
             and not (is_deferred(real.tensor) or in_mapped_file(real.tensor))
             for real in read
         )
+
+    def file_part(self, tensor: Tensor, files: MappedFiles) -> FilePart | None:
+        """Return where in a file the numbers of a tensor are, if they are there as they are.
+
+        ``None``: they are drawn, computed, converted, or in memory.
+
+        Args:
+            tensor: a tensor without memory.
+            files: the files that are mapped.
+        """
+        view = self.view(tensor)
+        needed = self._needed({view.key})
+        step = self._steps[needed[0]] if len(needed) == 1 else None
+        if step is None or not isinstance(step.function, RealTensor):
+            return None
+        read, version_then = step.function.tensor, step.function.version
+        if is_deferred(read) or version_then is None or version(read) != version_then:
+            return None
+        alike = step.results == (view,) and self._covers(view) and tensor.is_contiguous()
+        if not alike or (read.shape, read.dtype) != (tensor.shape, tensor.dtype):
+            return None
+        return files.part_of(read)
 
     def lift(self, tensor: Tensor) -> Tensor:
         """Make a new tensor without memory, and record that it has the numbers of another one.

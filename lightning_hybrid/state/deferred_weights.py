@@ -28,6 +28,7 @@ from lightning_hybrid.remote import (
     materialized_with,
     occupy,
     offload,
+    read_from_files,
     value_of,
 )
 from lightning_hybrid.stage import tensors_of
@@ -107,7 +108,9 @@ def make_here(module: nn.Module, names: Sequence[str], tied: Iterable[str]) -> N
             then on count as made in ``__init__``.
     """
     tensors, tied = tensors_of(module), tuple(tied)
-    materialize(tensors[name] for name in (*names, *tied))
+    here = {name: tensors[name] for name in (*names, *tied)}
+    read_from_files(here)
+    materialize(here.values())
     for name in names:
         occupy(tensors[name])
     for name in tied:

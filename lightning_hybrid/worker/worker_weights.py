@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.comm import Answer, protocol
+from lightning_hybrid.remote import FileOfTensors, occupy
 from lightning_hybrid.stage import LendingLine, StagedNetwork, tensors_of, write_tensors
 from lightning_hybrid.state import FilesOfWorker
 
@@ -63,6 +64,17 @@ class WorkerWeights:
     def _take_weights(self, command: protocol.TakeWeights) -> None:
         # (each is written as it arrives, since there may be no room for all of them at once)
         write_tensors(self._module, command.tensors)
+
+    def _find_files(self, command: protocol.FindFiles) -> Answer:
+        same = {file for file in command.files if FileOfTensors.at(file.path) == file}
+        return Answer(value=same)
+
+    def _read_weights(self, command: protocol.ReadWeights) -> None:
+        tensors = tensors_of(self._module)
+        with torch.no_grad():
+            for name, part in command.parts.items():
+                occupy(tensors[name])
+                part.read_into(tensors[name])
 
     def _write_tensors(self, command: protocol.WriteTensors) -> Answer:
         """Write the weights and buffers that this rank owns to a file, or send them.

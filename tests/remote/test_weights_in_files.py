@@ -14,8 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from lightning_hybrid.errors import DeferredError
 from lightning_hybrid.remote import initialization_tape, mapped_files
 from lightning_hybrid.remote.deferred import is_deferred, materialize, offload, value_of
-from lightning_hybrid.remote.deferred_maker import forget_made
-from lightning_hybrid.remote.mapped_files import in_mapped_file, let_go_of_file
+from lightning_hybrid.remote.deferred_maker import file_parts, forget_made, read_from_files
+from lightning_hybrid.remote.mapped_files import FileOfTensors, in_mapped_file, let_go_of_file
 
 SIZE, MIB = 1100, 2**20  # of a weight of 2.3 MiB in bfloat16
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are looked at in /proc")
@@ -107,6 +107,55 @@ def test_a_rank_reads_what_it_makes_and_keeps_it_once(
         offload(network[number].weight, f"{number}.weight", "on rank 1")
     forget_made()
     assert in_memory(saved) is None
+
+
+def named(network: nn.Module) -> dict[str, Tensor]:
+    return dict(network.named_parameters())
+
+
+def test_what_is_in_a_file_as_it_is_can_be_read_there_by_anyone(saved: Path) -> None:
+    expected = named(assigned(saved))
+    network, _ = build(lambda: assigned(saved))
+    parts = file_parts(named(network))
+    assert parts.keys() == expected.keys()
+    for name, part in parts.items():
+        assert part.file == FileOfTensors.at(str(saved))
+        found = torch.empty_like(expected[name])
+        part.read_into(found)
+        assert torch.equal(found, expected[name])
+    read_from_files({"1.weight": network[1].weight})
+    assert not is_deferred(network[1].weight)
+    assert is_deferred(network[2].weight)
+    assert torch.equal(network[1].weight, expected["1.weight"])
+    with torch.no_grad():
+        network[1].weight.zero_()
+    assert torch.load(saved)["1.weight"].any(), "the file was written to"
+
+
+@pytest.mark.parametrize("load", [copied, converted, in_threads, joined, lambda _: layers()])
+def test_what_is_computed_converted_or_drawn_is_in_no_file(
+    load: Callable[[Path], nn.Module], saved: Path
+) -> None:
+    network, _ = build(lambda: load(saved))
+    assert not file_parts({"1.weight": network[1].weight})
+
+
+def test_a_file_that_was_replaced_or_memory_that_was_written_to_is_no_source(saved: Path) -> None:
+    def written() -> nn.Module:
+        values = torch.load(saved, mmap=True)
+        values["2.weight"].data.view(torch.uint8)[5] = 1  # (a version counter of its own)
+        network = layers().to("meta")
+        network.load_state_dict(values, assign=True)
+        return network
+
+    network, _ = build(written)
+    assert file_parts(named(network)).keys() == {"0.weight", "1.weight", "3.weight"}
+    before = FileOfTensors.at(str(saved))
+    torch.save(torch.load(saved), saved.with_suffix(".new"))
+    saved.with_suffix(".new").replace(saved)
+    assert not file_parts(named(network))
+    assert FileOfTensors.at(str(saved)) != before
+    assert FileOfTensors.at(str(saved.parent)) is None
 
 
 def test_a_large_tensor_in_a_mapped_file_is_known(saved: Path, tmp_path: Path) -> None:

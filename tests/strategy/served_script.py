@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraFabricStrategy, HybridGabraStrategy
+from lightning_hybrid.comm.protocol import ReadWeights
+from lightning_hybrid.driver.commands import Workers
 from lightning_hybrid.planning import Sizes
 from lightning_hybrid.process import Children
 from lightning_hybrid.remote import is_deferred
@@ -195,6 +197,46 @@ def made_later(folder: Path) -> Any:
         loaded = trainer(folder, devices).validate(other, ckpt_path=path, verbose=False)
         found.append(({"runs": [first, again], "seen": [validated, loaded]}, unread))
     return found
+
+
+class Large(nn.Module):
+    """Layers that are worth to be left in their file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6 if n == 0 else 400, 400) for n in range(9)))
+        self.last = nn.Linear(400, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.layers(x)))
+
+
+class LoadsLarge(Module):
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file, self.net = file, None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = Large().double()
+            state = torch.load(self.file, mmap=True, weights_only=True)
+            self.net.load_state_dict(state, assign=True)
+
+
+def from_files(folder: Path) -> Any:
+    """A worker reads its large weights itself, from the file."""
+    torch.manual_seed(5)
+    torch.save(Large().double().state_dict(), folder / "net.pt")
+    read, send = list[str](), Workers.send
+
+    def noting(self: Workers, rank: int, command: Any) -> None:
+        if isinstance(command, ReadWeights):
+            read.extend(command.parts)
+        send(self, rank, command)
+
+    Workers.send = noting
+    return [fit(folder, devices, LoadsLarge(folder / "net.pt")) for devices in (1, 2)], read
 
 
 def open_made_later(folder: Path) -> Any:

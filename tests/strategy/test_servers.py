@@ -131,6 +131,14 @@ def test_a_network_of_configure_model_trains_alike_and_frozen_weights_stay_in_th
     assert (whole, unread) == (False, True)
 
 
+def test_a_worker_reads_its_large_weights_from_their_file(tmp_path: Path) -> None:
+    (one, two), read = seen(tmp_path, "from_files")
+    for key in ("weights", "loss", "checkpoint"):
+        assert_same(two[key], one[key])
+    assert "net.layers.1.weight" in read
+    assert "net.last.weight" not in read
+
+
 @pytest.mark.conformance
 def test_replicas_after_servers_are_refused(tmp_path: Path) -> None:
     assert "ranks 0 alone run it" in seen(tmp_path, "replicas")

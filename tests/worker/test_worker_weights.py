@@ -1,5 +1,8 @@
 """A worker's weights and gradients are what its driver makes them."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 from served import GRADIENTS, Service
 from torch import nn
@@ -7,17 +10,29 @@ from torch import nn
 from lightning_hybrid.comm.protocol import (
     ClearGradients,
     End,
+    FindFiles,
     GiveFailure,
     GiveGradients,
+    ReadWeights,
     TakeGradients,
     TakeWeights,
 )
+from lightning_hybrid.remote import FileOfTensors, FilePart
 
 
 def test_weights_travel_both_ways(service: Service) -> None:
     values = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
     service.driver.send(TakeWeights(values.items()))
     assert all(torch.equal(values[name], value) for name, value in service.weights().items())
+
+
+def test_a_worker_reads_what_it_finds_in_files(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(bytes(8) + torch.arange(6.0).numpy().tobytes())
+    file = FileOfTensors.at(f"{tmp_path / 'weights'}")
+    other = replace(file, written_ns=file.written_ns - 1)
+    assert service.ask(FindFiles(frozenset((file, other)))).value == {file}
+    service.driver.send(ReadWeights({"weight": FilePart(file, 8)}))
+    assert torch.equal(service.weights()["weight"], torch.arange(6.0).view(2, 3))
 
 
 def test_gradients_are_set_added_given_and_cleared(service: Service) -> None:
