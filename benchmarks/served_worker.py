@@ -3,8 +3,9 @@
 The script makes a data set of 1 GB, imports transformers (where that is installed) and trains a
 small network in two stages for three steps. Shown are the seconds from the start of the script to
 the end of its first step, and what the worker has in memory after the third (``VmRSS``) and had at
-most (``VmHWM``). *script*: both ranks begin the script, as where a cluster starts them; the worker
-leaves it in ``fit``. The two kinds take turns.
+most (``VmHWM``). *open*: sizes are left open, and the network is made in ``configure_model``.
+*script*: both ranks begin the script, as where a cluster starts them; the worker leaves it in
+``fit``. The kinds take turns.
 
     python benchmarks/served_worker.py
     python benchmarks/served_worker.py --rounds 1
@@ -24,11 +25,11 @@ from typing import Any
 
 BEGUN = time.time()
 MIB = 2**20
-KINDS = ("server", "script")
+KINDS = ("server", "open", "script")
 
 
-def train(out: Path) -> None:
-    """The script."""
+def train(kind: str, out: Path) -> None:
+    """The script; `kind` is one of `KINDS`."""
     import torch
     from _timing import bare_trainer, servers
     from lightning.pytorch import LightningModule
@@ -42,15 +43,22 @@ def train(out: Path) -> None:
 
         assert transformers.AutoModel
 
+    def made() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(64, 64), nn.ReLU()] * 4)
+
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            layers = [nn.Linear(64, 64), nn.ReLU()] * 4
-            self.net = nn.Sequential(*layers)
+            self.net: nn.Module | None = None if kind == "open" else made()
             self.first_s = 0.0
 
+        def configure_model(self) -> None:
+            self.net = self.net or made()
+
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return self.net(batch[0]).square().mean()
+            assert self.net is not None
+            loss: torch.Tensor = self.net(batch[0]).square().mean()
+            return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.first_s = self.first_s or time.time() - BEGUN
@@ -66,7 +74,8 @@ def train(out: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     data = TensorDataset(torch.ones(2**22, 64))  # 1 GB
-    strategy = HybridGabraStrategy(data_parallel_size=1, pipeline_parallel_size=2)
+    sizes: dict[str, Any] = {"data_parallel_size": 1, "pipeline_parallel_size": 2}
+    strategy = HybridGabraStrategy(**({} if kind == "open" else sizes))
     if os.environ.get("LOCAL_RANK") == "1":
         (out / "worker").write_text(f"{os.getpid()}")
     trainer = bare_trainer(strategy, devices=2, max_steps=3)
@@ -80,7 +89,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of its results")
     arguments = parser.parse_args()
     if arguments.run:
-        train(arguments.out)
+        train(arguments.run, arguments.out)
         return
     from _results import record
     from slow_device import free_port
@@ -91,7 +100,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as place:
                 command = [sys.executable, __file__, "--run", kind, "--out", place]
                 port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
-                ranks = [{}] if kind == "server" else [port | {"LOCAL_RANK": r} for r in "01"]
+                ranks = [{}] if kind != "script" else [port | {"LOCAL_RANK": r} for r in "01"]
                 started = [subprocess.Popen(command, env=os.environ | rank) for rank in ranks]
                 if max(process.wait() for process in started):
                     raise SystemExit(f"it has failed: {' '.join(command)}")
