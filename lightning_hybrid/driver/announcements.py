@@ -1,6 +1,7 @@
 """The lines that tell the user about networks that are found and cut, each of them once."""
 
 import re
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -11,9 +12,14 @@ from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.schedules import STREAMED
 
+_SAID: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""The lines that were printed about each network, in all runs of this process."""
+
 
 class Announcements:
-    """Prints to the user how the networks of one run are found and cut, each line once.
+    """Prints to the user how the networks of a run are found and cut, each line once.
+
+    What was said of a network in an earlier run, as in a fit before a test, is not said again.
 
     Args:
         options: has the functions that print a line and show progress.
@@ -21,7 +27,6 @@ class Announcements:
 
     def __init__(self, options: DriverOptions) -> None:
         self._options = options
-        self._said: set[tuple[str, str]] = set()
 
     def doing(self, found: FoundNetwork, what: str) -> None:
         """Show the user, by the lines of `StartProgress`, what is done with a network now.
@@ -40,9 +45,15 @@ class Announcements:
             found: the network; its name begins the line.
             text: the rest of the line, a predicate.
         """
-        if (found.name, text) not in self._said:
-            self._said.add((found.name, text))
+        if self._is_new(found, text):
             self._options.say(f"{found.shown} {text}")
+
+    def _is_new(self, found: FoundNetwork, text: str) -> bool:
+        """Whether a line about a network was not printed before; it counts as printed now."""
+        said = _SAID.setdefault(found.module, set())
+        is_new = text not in said
+        said.add(text)
+        return is_new
 
     def becomes_several_graphs(self, found: FoundNetwork) -> None:
         """Say that a network itself is cut, as a chain of graphs with its Python between them.
@@ -135,9 +146,8 @@ class Announcements:
         reason = found.capture.reason
         if reason is None:
             return
-        kind = found.name, re.sub(r"\d+", "", reason)  # (without numbers, as the length of a list)
-        if kind not in self._said:
-            self._said.add(kind)
+        # (without numbers, as the length of a list)
+        if self._is_new(found, re.sub(r"\d+", "", reason)):
             self._options.say(
                 f"{found.shown} was captured again, which takes as long as many steps and keeps "
                 f"memory, for another {_what_to_do(reason)}: {reason}"

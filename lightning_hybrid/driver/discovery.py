@@ -330,10 +330,11 @@ class Discovery:
             return ""
         kind = type(self._module.get_submodule(outer))
         has_call = kind.forward is not nn.Module.forward
-        instead = f"call self.{outer}(...)" if has_call else "call a module that calls all parts"
+        instead = f"self.{outer}(...)" if has_call else "a module that calls all of them"
         return (
-            f"is called by itself, in the place of {outer!r} (self.{outer}[:4](x) does that for "
-            f"each layer): {instead}, so that they are cut as one network"
+            f"is one of several parts of {outer!r} that are called one by one, so each is cut by "
+            f"itself (a slice, self.{outer}[:4](x), calls each layer so). To have them cut as one "
+            f"network, call {instead}"
         )
 
     def _is_around_a_network(self, module: nn.Module) -> bool:

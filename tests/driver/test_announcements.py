@@ -38,6 +38,15 @@ def found(module: nn.Module, name: str = "net") -> FoundNetwork:
     return found
 
 
+def test_a_line_of_an_earlier_run_is_not_said_again() -> None:
+    fit, test, network = Told(), Told(training=False), found(nn.Linear(2, 2))
+    for told in (fit, test):
+        told.announcements.takes_batches_whole(network, "it sorts the batch")
+    test.announcements.takes_batches_whole(network, "it draws")
+    assert [line.rpartition(": ")[2] for line in fit.lines] == ["it sorts the batch."]
+    assert [line.rpartition(": ")[2] for line in test.lines] == ["it draws."]
+
+
 def test_a_line_is_said_once_for_each_network() -> None:
     told, one, two = Told(), found(nn.Linear(2, 2)), found(nn.Linear(2, 2), "")
     for network in (one, one, two):

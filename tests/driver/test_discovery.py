@@ -272,7 +272,7 @@ def test_parts_that_are_called_in_place_of_a_module_are_told_of(automatic: bool)
         [line for line in watched.lines if "by itself" in line] if automatic else [str(error.value)]
     )
     assert len(told) == 1
-    assert "call self.net(...), so that they are cut as one network" in told[0]
+    assert "To have them cut as one network, call self.net(...)" in told[0]
 
 
 def test_parts_without_a_call_of_all_are_told_of_once() -> None:
@@ -281,8 +281,8 @@ def test_parts_without_a_call_of_all_are_told_of_once() -> None:
     for part in watched.module["parts"]:
         x = part(x)
     [line] = [line for line in watched.lines if "by itself" in line]
-    assert "call a module that calls all parts" in line
-    with pytest.raises(NetworkNotFoundError, match="call a module that calls all parts"):
+    assert "call a module that calls all of them" in line
+    with pytest.raises(NetworkNotFoundError, match="call a module that calls all of them"):
         watched.networks.require()
 
 
