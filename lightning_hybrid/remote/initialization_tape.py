@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -211,17 +211,32 @@ class Tape:
             files: the files that are mapped.
         """
         view = self.view(tensor)
-        needed = self._needed({view.key})
-        step = self._steps[needed[0]] if len(needed) == 1 else None
-        if step is None or not isinstance(step.function, RealTensor):
+        source = self._copied_to(view) if self._covers(view) and tensor.is_contiguous() else None
+        if source is None or is_deferred(source.tensor) or source.version is None:
             return None
-        read, version_then = step.function.tensor, step.function.version
-        if is_deferred(read) or version_then is None or version(read) != version_then:
-            return None
-        alike = step.results == (view,) and self._covers(view) and tensor.is_contiguous()
-        if not alike or (read.shape, read.dtype) != (tensor.shape, tensor.dtype):
-            return None
-        return files.part_of(read)
+        read = source.tensor
+        alike = (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
+        return files.part_of(read) if alike and version(read) == source.version else None
+
+    def _copied_to(self, view: View) -> RealTensor | None:
+        """Return the real tensor that was copied to a place last, perhaps by way of others.
+
+        ``None``: the numbers at this place are drawn or computed.
+
+        Args:
+            view: the place, which is a whole storage.
+        """
+        before = self._count
+        while True:
+            writers = self._writers.get(view.key, [])
+            last = bisect.bisect_left(writers, before) - 1
+            if last < 0:
+                return None
+            before = writers[last]
+            source = _source_of(self._steps[before], view)
+            if not isinstance(source, View):
+                return source
+            view = source
 
     def lift(self, tensor: Tensor) -> Tensor:
         """Make a new tensor without memory, and record that it has the numbers of another one.
@@ -409,6 +424,23 @@ class Tape:
             size = self.bytes_behind(view)
             memory[view.key] = memory_for(size, device or self.device)
         return view.of(memory[view.key])
+
+
+def _source_of(step: RecordedOperation, view: View) -> RealTensor | View | None:
+    """Return what an operation copies to a place: a real tensor, or the whole of another storage.
+
+    ``None``: it computes, converts, or writes to a part of the place.
+    """
+    if isinstance(step.function, RealTensor):
+        return step.function if step.results == (view,) else None
+    if step.replaces != view.key or schema(step.function).name != "aten::copy_":
+        return None
+    place, source, *_ = step.arguments
+    if place != view:
+        return None
+    if isinstance(source, View):
+        return source if replace(source, key=view.key) == view else None
+    return source if isinstance(source, RealTensor) else None
 
 
 def _real_tensors(step: RecordedOperation) -> Iterator[RealTensor]:

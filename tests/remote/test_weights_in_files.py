@@ -57,6 +57,12 @@ def assigned(path: Path) -> nn.Module:
     return network
 
 
+def copied_as_they_are(path: Path) -> nn.Module:
+    network = layers().bfloat16()
+    network.load_state_dict(torch.load(path, mmap=True))
+    return network
+
+
 def converted(path: Path) -> nn.Module:
     return assigned(path).double()
 
@@ -82,7 +88,9 @@ def joined(path: Path) -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("load", [copied, assigned, converted, in_threads, joined])
+@pytest.mark.parametrize(
+    "load", [copied, assigned, copied_as_they_are, converted, in_threads, joined]
+)
 def test_a_rank_reads_what_it_makes_and_keeps_it_once(
     load: Callable[[Path], nn.Module], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,9 +121,12 @@ def named(network: nn.Module) -> dict[str, Tensor]:
     return dict(network.named_parameters())
 
 
-def test_what_is_in_a_file_as_it_is_can_be_read_there_by_anyone(saved: Path) -> None:
-    expected = named(assigned(saved))
-    network, _ = build(lambda: assigned(saved))
+@pytest.mark.parametrize("load", [assigned, copied_as_they_are])
+def test_what_is_in_a_file_as_it_is_can_be_read_there_by_anyone(
+    load: Callable[[Path], nn.Module], saved: Path
+) -> None:
+    expected = named(load(saved))
+    network, _ = build(lambda: load(saved))
     parts = file_parts(named(network))
     assert parts.keys() == expected.keys()
     for name, part in parts.items():
