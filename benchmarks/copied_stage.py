@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from lightning_hybrid import HybridGabraStrategy
 from lightning_hybrid.asking.partition_costs import capture_call, measured_parts
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning import optimizer_bytes
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.shapes import plans_of, rank_shapes
+from lightning_hybrid.profiling import optimizer_bytes
 
 HOSTS, MBIT, SHARE = 4, 500, 0.4
 TOKENS, WIDTH, HIDDEN, HEAD = 240, 256, 8192, 4096

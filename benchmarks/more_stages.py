@@ -31,10 +31,10 @@ from timed_orders import time_orders
 from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning.cluster_description import ClusterDescription
-from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
+from lightning_hybrid.profiling.measure import measure
 from lightning_hybrid.schedules import STREAMED
 from models import ResAttNet3D
 

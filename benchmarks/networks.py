@@ -46,7 +46,7 @@ from lightning_hybrid.graph import (
     make_stages,
     network_partitions,
 )
-from lightning_hybrid.planning import count
+from lightning_hybrid.profiling import count
 from lightning_hybrid.stage import check
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "conformance"))

@@ -27,9 +27,10 @@ from lightning_hybrid.asking.partition_costs import capture_call
 from lightning_hybrid.graph import network_partitions
 from lightning_hybrid.planning.cluster_description import ClusterDescription
 from lightning_hybrid.planning.fastest_cuts import best_chain
-from lightning_hybrid.planning.partition_table import PartitionTable, count
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
 from lightning_hybrid.planning.step_time import speedup
+from lightning_hybrid.profiling.network_table import count
 from models import ResAttNet3D
 
 TABLE3 = Path(__file__).with_name("akintoye_2022_table3.csv")

@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from lightning_hybrid import HybridGabraStrategy, Plan
 from lightning_hybrid.allocation import merge
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning.measure import measure
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.planner import BANDWIDTH_BYTES_PER_S
 from lightning_hybrid.planning.search import PlanSettings, Replica, plan_stages
+from lightning_hybrid.profiling.measure import measure
 from models import ResAttNet3D
 
 MICROBATCHES = 3

@@ -21,13 +21,13 @@ from _results import record
 
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning import optimizer_bytes
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.shape_costs import CostsOf
 from lightning_hybrid.planning.shapes import rank_shapes
 from lightning_hybrid.planning.simulate import simulate
 from lightning_hybrid.planning.step_time import StepCosts
+from lightning_hybrid.profiling import optimizer_bytes
 from lightning_hybrid.schedules.gpipe import gpipe
 from models import ResAttNet3D
 

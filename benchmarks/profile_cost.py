@@ -16,8 +16,8 @@ from _capturing import capture
 from _results import record
 
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning.measure import measure
-from lightning_hybrid.planning.profile_cache import cached
+from lightning_hybrid.profiling.measure import measure
+from lightning_hybrid.profiling.profile_cache import cached
 from models import ResAttNet3D
 
 SIZES = (2, 3, 6)

@@ -29,11 +29,12 @@ from lightning_hybrid.allocation.black_box_gabra import Breeding, descend, evolv
 from lightning_hybrid.asking.partition_costs import capture_call, counted_parts
 from lightning_hybrid.errors import AllocationError
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning import PartitionTable, optimizer_bytes
+from lightning_hybrid.planning import PartitionTable
 from lightning_hybrid.planning.arrangements import Arrangement, Arrangements
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.shape_costs import CostsOf
 from lightning_hybrid.planning.shapes import rank_shapes, recommended
+from lightning_hybrid.profiling import optimizer_bytes
 from models import ResAttNet3D
 
 BATCH = 12

@@ -31,11 +31,11 @@ from lightning_hybrid.planning import (
     Device,
     DeviceSpec,
     Level,
-    describe_device,
     measured_speeds,
     memory_of_rank,
 )
 from lightning_hybrid.process import LETTING_GO_S, Meeting, make_store
+from lightning_hybrid.profiling import describe_device
 
 _ALL_PAIRS = 8
 """Up to this number of ranks every pair is measured; with more, only consecutive ranks, and one

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from lightning_hybrid.capture import Capture, NotCaptured, own_forward
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.graph import FAILS, NetworkGraph, NetworkPartition
-from lightning_hybrid.planning import (
+from lightning_hybrid.planning import CostsOf, PartitionTable
+from lightning_hybrid.profiling import (
     CalledNetwork,
-    CostsOf,
-    PartitionTable,
     count,
+    states_of_partitions,
     update_s_per_byte,
 )
 
@@ -98,8 +98,8 @@ def counted_parts(
     Returns:
         A function from the number of samples of a micro-batch to the costs of all partitions.
     """
-    counted = count(graph, partitions)
-    counted = counted.with_optimizer(partitions, state_bytes, divides=divides_states)
+    counted, states = count(graph, partitions), states_of_partitions(partitions, state_bytes)
+    counted = counted.with_optimizer(states, divides=divides_states)
 
     @cache
     def costs_of(samples: int) -> PartitionTable:
@@ -136,14 +136,14 @@ def measured_parts(
         measures in the first call with each number, or reads the cache of profiles.
     """
     batch = graph.batch_of(leaves) or 1
-    rate_s = update_s_per_byte(device)
+    rate_s, states = update_s_per_byte(device), states_of_partitions(partitions, state_bytes)
 
     @cache
     def costs_of(samples: int) -> PartitionTable:
         mine = graph.split(leaves, -(-batch // samples))[0]
         called = CalledNetwork(name="", graph=graph, partitions=partitions, leaves=mine)
         table = called.profile(device)
-        table = table.with_optimizer(partitions, state_bytes, divides=divides_states)
+        table = table.with_optimizer(states, divides=divides_states)
         return replace(table, step_s=[rate_s * size for size in table.gradient_bytes])
 
     return costs_of

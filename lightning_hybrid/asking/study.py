@@ -27,11 +27,10 @@ from lightning_hybrid.planning import (
     PlanSettings,
     Shape,
     ShapeRequest,
-    device_name,
-    optimizer_bytes,
     rank_shapes,
     speedup,
 )
+from lightning_hybrid.profiling import device_name, optimizer_bytes
 
 
 @dataclass(frozen=True)

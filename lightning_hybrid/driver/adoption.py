@@ -33,7 +33,8 @@ from lightning_hybrid.graph import (
     find_boundary,
     why_whole,
 )
-from lightning_hybrid.planning import CalledNetwork, Plan, give_back_memory
+from lightning_hybrid.planning import Plan
+from lightning_hybrid.profiling import CalledNetwork, give_back_memory
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
     borrowed_parameters,

@@ -16,7 +16,7 @@ from lightning_hybrid.capture import Capture, NotCaptured, candidates, own_forwa
 from lightning_hybrid.driver.adoption import why_not_cut
 from lightning_hybrid.driver.found_network import indented, inside
 from lightning_hybrid.graph import NetworkGraph, compute_whole, network_partitions
-from lightning_hybrid.planning import CalledNetwork
+from lightning_hybrid.profiling import CalledNetwork
 
 
 class ForeseenCalls:

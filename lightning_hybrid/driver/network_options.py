@@ -7,7 +7,8 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_hybrid.driver.progress import StartProgress
-from lightning_hybrid.planning import CalledNetwork, Plan
+from lightning_hybrid.planning import Plan
+from lightning_hybrid.profiling import CalledNetwork
 from lightning_hybrid.stage import StageOptions
 
 Planner = Callable[[CalledNetwork, int, Sequence[Plan], bool], Plan]

@@ -48,7 +48,7 @@ from lightning_hybrid.driver.module_copy import (
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph
-from lightning_hybrid.planning import free_bytes, give_back_memory
+from lightning_hybrid.profiling import free_bytes, give_back_memory
 from lightning_hybrid.schedules import STREAMED
 from lightning_hybrid.stage import generators_of_microbatch, random_state, set_random_state
 

@@ -1,23 +1,12 @@
-"""Planning: costs of partitions, predicted step times and memory, search for cuts and sizes."""
+"""Planning: from costs of partitions to cuts and sizes, with predicted step times and memory."""
 
-from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
-from lightning_hybrid.planning.device_speed import describe_device, measure_speed, update_s_per_byte
 from lightning_hybrid.planning.fastest_sizes import Machine, fastest_sizes
-from lightning_hybrid.planning.measure import device_name
 from lightning_hybrid.planning.memory_check import gigabytes
-from lightning_hybrid.planning.memory_free import (
-    free_addresses,
-    free_bytes,
-    free_of_host,
-    free_on,
-    give_back_memory,
-)
-from lightning_hybrid.planning.memory_needed import ASSUMED_TENSORS, optimizer_bytes
-from lightning_hybrid.planning.partition_table import PartitionTable, count
+from lightning_hybrid.planning.partition_table import COUNTED, PartitionTable, TiedWeight
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page
-from lightning_hybrid.planning.planner import Site, make_plan, plan_again
+from lightning_hybrid.planning.planner import NetworkCosts, Site, make_plan, plan_again
 from lightning_hybrid.planning.run_cluster import (
     Cluster,
     Device,

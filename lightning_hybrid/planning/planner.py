@@ -1,4 +1,4 @@
-"""Plan a captured network: profile its partitions and choose the cuts.
+"""Plan a network whose costs are known: choose the cuts.
 
 If the user leaves them open, the schedule and whether to recompute activations are chosen here too.
 """
@@ -8,12 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-from torch.optim import Optimizer
-
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import find_boundary
-from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.copied_stages import devices_of_copies, of_slowest
 from lightning_hybrid.planning.memory_check import (
     ChainSizes,
@@ -24,11 +19,10 @@ from lightning_hybrid.planning.memory_check import (
 from lightning_hybrid.planning.memory_needed import (
     RunMemory,
     held_in_training,
-    optimizer_bytes,
     remaining,
     with_peaks,
 )
-from lightning_hybrid.planning.partition_table import PartitionTable, count
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.run_cluster import Cluster, Rates
 from lightning_hybrid.planning.search import AUTO, PlanSettings, Replica, plan_stages
@@ -49,7 +43,7 @@ class Site:
         replicas: number of replicas.
         stages: number of devices of a replica; if stages have copies, number of stages.
         backend: ``"gloo"`` or ``"nccl"``.
-        device: device to measure on.
+        on_cpu: whether these devices are CPUs.
         cluster: the devices; None: they are taken to be equal, and to have enough memory.
         beside: plans of the networks that are placed on these devices already, and use memory.
         present_bytes: bytes of the network that each device held when its free memory was read;
@@ -59,7 +53,7 @@ class Site:
     replicas: int
     stages: int
     backend: str
-    device: torch.device
+    on_cpu: bool
     cluster: Cluster | None = None
     beside: Sequence[Plan] = ()
     present_bytes: int = 0
@@ -81,49 +75,57 @@ class Site:
         return None if self.cluster is None else self.cluster.rates
 
 
-def make_plan(
-    network: CalledNetwork,
-    microbatches: int,
-    *,
-    settings: PlanSettings,
-    site: Site,
-    optimizers: Sequence[Optimizer] | None = None,
-) -> Plan:
-    """Profile the partitions of a network on a real micro-batch, and make its plan.
+@dataclass(frozen=True, kw_only=True)
+class NetworkCosts:
+    """What is to be known of a network before it is planned.
 
-    If the user has given cut points, nothing is measured: unless the profile is known, FLOPs are
-    counted, and times are not predicted.
+    Attributes:
+        table: costs of its partitions for a micro-batch, with the memory that they keep in this
+            run.
+        largest_bytes: for each partition the size of its largest parameter; 0: it has none.
+        input_bytes: size of the network's inputs, per micro-batch.
+        samples: number of samples of a micro-batch.
+        trains: whether the network is trained.
+        may_go_inside: whether its backwards may run inside of its calls, if it is trained.
+        cut_points: names of the first partitions of all stages but the first, as the user has given
+            them; None: the cuts are searched for.
+    """
+
+    table: PartitionTable
+    largest_bytes: Sequence[int]
+    input_bytes: int
+    samples: int
+    trains: bool
+    may_go_inside: bool
+    cut_points: Sequence[str] | None = None
+
+
+def make_plan(
+    network: NetworkCosts, microbatches: int, *, settings: PlanSettings, site: Site
+) -> Plan:
+    """Make the plan of a network.
 
     Args:
-        network: the network, with the input tensors of one micro-batch.
+        network: the network.
         microbatches: number of micro-batches of a replica's batch.
         settings: options of the user.
         site: the devices.
-        optimizers: optimizers that train the network; None: it is not trained in this run, so that
-            only its parameters need memory.
 
     Returns:
-        The plan. If the network is trained and was profiled, its rows have peaks of memory.
+        The plan. If the network is trained and was profiled, its rows have peaks of memory. If
+        FLOPs were counted, times are not predicted.
 
     Raises:
-        NetworkError: a cut point is unknown, or the network must not be cut there.
         PlanError: the network cannot be placed on these devices.
     """
-    trains, cut_points = optimizers is not None, None
-    if isinstance(settings.allocation, tuple):
-        # cuts are given, so there is nothing to decide by measured times
-        cut_points = _first_of_stages(network, settings.allocation)
-        table = network.known or count(network.graph, network.partitions)
-    else:
-        table = network.profile(site.device)
-    goes_inside = settings.may_go_inside and trains and not network.graph.no_shares
+    table, trains, cut_points = network.table, network.trains, network.cut_points
+    goes_inside = settings.may_go_inside and trains and network.may_go_inside
     # (where no backward can run inside of calls all micro-batches are kept, as under fill-drain)
     if settings.schedule == INSIDE and not goes_inside:
         settings = replace(settings, schedule="gpipe")
-    table = _with_memory(network, table, settings, site, optimizers)
     # The driver holds the batch, the network's outputs and their gradients; but of the outputs
     # those of one micro-batch, if backwards run inside of the call.
-    given = microbatches * sum(leaf.nbytes for leaf in network.leaves)
+    given = microbatches * network.input_bytes
     each = 2 * round(table.output_bytes)
     on_driver = {AUTO: given + microbatches * each, INSIDE: given + each} if trains else {}
 
@@ -140,7 +142,7 @@ def make_plan(
         rings = [site.replicas * copies for copies in settings.copies]
         after = [rates.after_backward(table.gradient_bytes, owners) for owners in rings]
         replica = replace(replica, after=after)
-    batch = microbatches * (network.graph.batch_of(network.leaves) or 1)
+    batch = microbatches * network.samples
     plan = plan_within(
         table, settings, replica, batch, trains=trains, cut_points=cut_points, inside=inside
     )
@@ -150,69 +152,20 @@ def make_plan(
     if not trains:
         return plan
     batch_bytes = on_driver.get(plan.schedule, on_driver[AUTO])
-    return with_peaks(plan, _life(network, table, site, batch_bytes), site.limits)
-
-
-def _with_memory(
-    network: CalledNetwork,
-    table: PartitionTable,
-    settings: PlanSettings,
-    site: Site,
-    optimizers: Sequence[Optimizer] | None,
-) -> PartitionTable:
-    """Make a copy of a table with the memory that partitions keep in this run, whatever the cuts.
-
-    Args:
-        network: the network.
-        table: its partitions.
-        settings: options of the user.
-        site: the devices.
-        optimizers: optimizers that train the network; None: it is not trained, and keeps only its
-            parameters.
-
-    Returns:
-        The table with `kept_bytes`, or without them if FLOPs were counted and nothing was measured.
-    """
-    if optimizers is None:  # only parameters are kept
-        nothing = [0] * len(table.names)
-        kept = table.parameter_bytes
-        table = replace(table, kept_bytes=kept, gradient_bytes=nothing, activation_bytes=nothing)
-        return replace(table, tied=[replace(w, copy_bytes=w.size_bytes) for w in table.tied])
-    if not table.is_measured:  # memory is not known from counted FLOPs
-        return replace(table, kept_bytes=(), activation_bytes=())
-    sharers = site.replicas if settings.shards_states else 1
-    states = optimizer_bytes(network.graph.network, optimizers, sharers)
-    table = table.with_optimizer(network.partitions, states)
-    # averaging needs buckets, which take memory of the size of the gradients
-    return table.averaged() if site.replicas > 1 or settings.has_copies else table
-
-
-def _life(network: CalledNetwork, table: PartitionTable, site: Site, batch_bytes: int) -> RunMemory:
-    """Collect the memory that ranks take beside their stages, for `with_peaks`.
-
-    Args:
-        network: the network.
-        table: its partitions.
-        site: the devices.
-        batch_bytes: bytes on the driver for inputs, outputs and their gradients.
-    """
-    sizes = {name: p.nbytes for name, p in network.graph.network.named_parameters()}
-    return RunMemory(
+    columns = zip(table.names, table.working_bytes, network.largest_bytes)
+    life = RunMemory(
         start_bytes=round(max(site.present_bytes, *table.parameter_bytes)),
-        passing_bytes={
-            partition.name: round(max(working, *(sizes[name] for name in partition.parameters), 0))
-            for working, partition in zip(table.working_bytes, network.partitions)
-        },
+        passing_bytes={name: round(max(working, largest)) for name, working, largest in columns},
         batch_bytes=batch_bytes,
-        on_cpu=site.device.type == "cpu",
+        on_cpu=site.on_cpu,
     )
+    return with_peaks(plan, life, site.limits)
 
 
 def plan_again(
-    network: CalledNetwork,
+    network: NetworkCosts,
     settings: PlanSettings,
     site: Site,
-    optimizers: Sequence[Optimizer],
     plan: Plan,
     capacities: Sequence[float],
 ) -> tuple[Plan, Plan]:
@@ -222,10 +175,9 @@ def plan_again(
     as in the plan in force.
 
     Args:
-        network: the network, with its profile; see `CalledNetwork.remembered`.
+        network: the network, which is trained, without given cuts.
         settings: options of the user, without given cuts.
         site: the devices, as they were found at the start of the run.
-        optimizers: optimizers that train the network.
         plan: the plan in force.
         capacities: new relative speed of each device of a replica, by its index.
 
@@ -240,14 +192,13 @@ def plan_again(
     site = replace(site, cluster=site.cluster.with_capacities(capacities))
     fixed = replace(settings, schedule=plan.schedule, recompute=plan.recompute)
 
-    def made(settings: PlanSettings) -> Plan:
-        count = plan.microbatches
-        found = make_plan(network, count, settings=settings, site=site, optimizers=optimizers)
+    def made(network: NetworkCosts, settings: PlanSettings) -> Plan:
+        found = make_plan(network, plan.microbatches, settings=settings, site=site)
         return replace(found, split_by=plan.split_by, tried=plan.tried)
 
-    prefix = f"{network.name}." if network.name else ""
-    cuts = tuple(prefix + name for name in plan.cuts)
-    return made(replace(fixed, allocation=cuts)), made(fixed)
+    cuts = plan.cuts
+    as_now = made(replace(network, cut_points=cuts), replace(fixed, allocation=cuts))
+    return as_now, made(network, fixed)
 
 
 def _replica(
@@ -335,27 +286,6 @@ def _check(
         tried=tried,
         contiguous=searched and settings.contiguous and settings.schedule != "looped",
     )
-
-
-def _first_of_stages(network: CalledNetwork, cut_points: Sequence[str]) -> list[str]:
-    """Find the partitions at which the user's cut points begin stages.
-
-    Args:
-        network: the network. Cut points in other networks are left out, unless none is in this one.
-        cut_points: dotted names of modules in the LightningModule.
-
-    Returns:
-        For each cut point that is taken, the name of the partition that begins there.
-
-    Raises:
-        NetworkError: a cut point is unknown, or the network must not be cut there.
-    """
-    prefix = f"{network.name}." if network.name else ""
-    # of several networks each takes those with its name; without any, an unknown one raises below
-    mine = [point for point in cut_points if point.startswith(prefix)]
-    points = [point.removeprefix(prefix) for point in mine or cut_points]
-    parts, prefix = network.partitions, prefix if mine else ""
-    return [parts[find_boundary(parts, point, prefix)].name for point in points]
 
 
 def plan_within(

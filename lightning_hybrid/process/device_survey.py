@@ -28,12 +28,10 @@ from lightning_hybrid.planning import (
     Machine,
     Rates,
     average_equal_devices,
-    describe_device,
     equal_devices_differ,
     given_speeds,
-    measure_speed,
-    update_s_per_byte,
 )
+from lightning_hybrid.profiling import describe_device, measure_speed, update_s_per_byte
 
 LINK_BYTES = 4 * 2**20
 """Bytes of the messages that measure a link."""

@@ -31,7 +31,7 @@ from lightning_hybrid._lightning import (
 from lightning_hybrid._lightning_private import random_states, set_random_states, training_source
 from lightning_hybrid.driver import ForeseenCalls
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning import CalledNetwork
+from lightning_hybrid.profiling import CalledNetwork
 from lightning_hybrid.stage import with_room_for
 
 _SHARED_BYTES = 2**20

@@ -16,15 +16,8 @@ from lightning_hybrid.config import Config
 from lightning_hybrid.driver import present_bytes
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.graph import why_whole
-from lightning_hybrid.planning import (
-    ASSUMED_TENSORS,
-    CalledNetwork,
-    Machine,
-    PartitionTable,
-    ShapeRequest,
-    Sizes,
-    fastest_sizes,
-)
+from lightning_hybrid.planning import Machine, PartitionTable, ShapeRequest, Sizes, fastest_sizes
+from lightning_hybrid.profiling import ASSUMED_TENSORS, CalledNetwork, states_of_partitions
 from lightning_hybrid.run.building import averages_weights
 from lightning_hybrid.run.rehearsal import rehearsal
 from lightning_hybrid.run.run import progress_beside
@@ -111,7 +104,8 @@ def _choose(
         state = {n: ASSUMED_TENSORS * p.nbytes for n, p in weights if p.requires_grad}
         progress.doing(f"profiling {seen.name or 'self'!r}")
         table = seen.profile(device)
-        return table.with_optimizer(seen.partitions, state, divides=config.settings.shards_states)
+        states = states_of_partitions(seen.partitions, state)
+        return table.with_optimizer(states, divides=config.settings.shards_states)
 
     progress.begin("looking at a training step")
     try:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,9 @@ from lightning_hybrid._torch.tensors import is_composed
 from lightning_hybrid.config import Config
 from lightning_hybrid.driver import StartProgress, present_bytes
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.planning import CalledNetwork, Plan, Site, make_plan, plan_again
+from lightning_hybrid.planning import Plan, Site, make_plan, plan_again
 from lightning_hybrid.process import ServeOrder, World
+from lightning_hybrid.profiling import CalledNetwork
 from lightning_hybrid.run.building import Building
 from lightning_hybrid.run.framework import Framework, TrainerFramework
 from lightning_hybrid.stage import StageOptions, Stopwatch, broadcast_module
@@ -205,22 +205,25 @@ class Run:
             replicas=coordinates.replicas,
             stages=len(settings.copies) or coordinates.ranks_per_replica,
             backend=self.world.mesh.backend,
-            device=self.device,
+            on_cpu=self.device.type == "cpu",
             cluster=self.world.cluster,
             beside=beside,
             present_bytes=present_bytes(network.graph.network, self.device),
         )
         if self.changes_cuts:
             network = network.remembered(self.device)
-            self.again[network.name] = partial(plan_again, network, settings, site, optimizers)
-        return make_plan(
-            network,
-            microbatches,
-            # not with the user's cut points: they are for the whole network, and this is a part
-            settings=replace(settings, allocation="exact") if chosen else settings,
-            site=site,
-            optimizers=optimizers if self.fitting else None,
-        )
+
+            def again(plan: Plan, capacities: Sequence[float]) -> tuple[Plan, Plan]:
+                # (a callback may have given the optimizers more weights since)
+                costs = network.costs(settings, site.replicas, self.device, optimizers)
+                return plan_again(costs, settings, site, plan, capacities)
+
+            self.again[network.name] = again
+        # not with the user's cut points: they are for the whole network, and this is a part
+        now = replace(settings, allocation="exact") if chosen else settings
+        trained_by = optimizers if self.fitting else None
+        costs = network.costs(now, site.replicas, self.device, trained_by)
+        return make_plan(costs, microbatches, settings=now, site=site)
 
     def share_weights(self) -> None:
         """Give all replicas the weights and buffers of replica 0 (collective over the drivers).

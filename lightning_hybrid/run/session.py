@@ -35,8 +35,9 @@ from lightning_hybrid.driver import (
     Planner,
     bring_here,
 )
-from lightning_hybrid.planning import Plan, give_back_memory
+from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import Phase, is_loss, read_fault
+from lightning_hybrid.profiling import give_back_memory
 from lightning_hybrid.remote import materialize
 from lightning_hybrid.run.part import Part
 from lightning_hybrid.run.run import Run, scaled, scalers_of

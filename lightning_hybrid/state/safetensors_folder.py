@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hybrid.errors import HybridError, PlanError
-from lightning_hybrid.planning import give_back_memory
+from lightning_hybrid.profiling import give_back_memory
 from lightning_hybrid.remote import value_of
 from lightning_hybrid.state.replaced_files import becoming, new_folder
 from lightning_hybrid.state.sharded_checkpoint import named_disk_errors, shared_memory_of

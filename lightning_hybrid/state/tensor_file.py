@@ -33,7 +33,8 @@ from lightning_hybrid._torch.tensors import as_they_are, is_shared, storage_key
 from lightning_hybrid._trees import Token, rebuild, tensors_in
 from lightning_hybrid.comm import Answer, TensorSpec, bytes_of
 from lightning_hybrid.errors import HybridError
-from lightning_hybrid.planning import free_addresses, free_on, gigabytes
+from lightning_hybrid.planning import gigabytes
+from lightning_hybrid.profiling import free_addresses, free_on
 from lightning_hybrid.remote import (
     PAGE_OUT,
     Unread,

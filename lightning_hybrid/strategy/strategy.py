@@ -47,8 +47,9 @@ from lightning_hybrid.config import (
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.options import Asynchronous, BySpeed, Delayed, Equal, Search, Sharded
 from lightning_hybrid.parts import parts_of, refuse_streaming, survives_losses
-from lightning_hybrid.planning import Plan, free_of_host
+from lightning_hybrid.planning import Plan
 from lightning_hybrid.process import LateWorld, NoWorld, Phase, Servers
+from lightning_hybrid.profiling import free_of_host
 from lightning_hybrid.run import (
     BetweenRuns,
     Building,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.comm import ConnectionLost, Failure, Group, backend_on
-from lightning_hybrid.planning import Cluster, give_back_memory
+from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process import (
     EndOrder,
     JoinOrder,
@@ -32,6 +32,7 @@ from lightning_hybrid.process import (
     reach,
     store_of_all,
 )
+from lightning_hybrid.profiling import give_back_memory
 from lightning_hybrid.remote import vacate
 from lightning_hybrid.stage import Stopwatch
 from lightning_hybrid.worker.worker import serve

@@ -8,7 +8,7 @@ from capturing import graph_of
 from torch import nn
 
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning.measure import ROUNDS_ON_A_GPU, measure
+from lightning_hybrid.profiling.measure import ROUNDS_ON_A_GPU, measure
 
 
 def test_the_host_waits_for_the_first_round_and_after_the_last_one(

@@ -9,8 +9,8 @@ from driven import batches
 from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError, PlanError
-from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.profiling.called_network import CalledNetwork
 
 
 class Chooses(nn.Module):

@@ -18,7 +18,7 @@ from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
-from lightning_hybrid.planning import CalledNetwork
+from lightning_hybrid.profiling import CalledNetwork
 from lightning_hybrid.stage import StageOptions
 
 X = torch.ones(4, 6)

@@ -11,8 +11,8 @@ from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.progress import StartProgress
 from lightning_hybrid.driver.verification import Verify
-from lightning_hybrid.planning.called_network import CalledNetwork
 from lightning_hybrid.planning.plan import Plan
+from lightning_hybrid.profiling.called_network import CalledNetwork
 from lightning_hybrid.stage import StageOptions
 
 

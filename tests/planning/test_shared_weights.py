@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lightning_hybrid.graph import NetworkPartition, network_partitions
 from lightning_hybrid.planning.balanced import balanced_ends
 from lightning_hybrid.planning.memory_check import ChainSizes, MemoryFit
-from lightning_hybrid.planning.partition_table import PartitionTable, count
+from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.step_problem import LinkCosts, StepProblem
+from lightning_hybrid.profiling.network_table import count, states_of_partitions
 
 
 class Often(nn.Module):
@@ -35,7 +36,7 @@ def network() -> tuple[nn.Module, tuple[NetworkPartition, ...], PartitionTable]:
     graph = graph_of(Often(), torch.ones(4, 4))
     partitions = network_partitions(graph)
     state = {name: 2 * p.nbytes for name, p in graph.network.named_parameters()}
-    table = count(graph, partitions).with_optimizer(partitions, state)
+    table = count(graph, partitions).with_optimizer(states_of_partitions(partitions, state))
     nothing = [0] * len(partitions)
     table = replace(table, memory_bytes=table.kept_bytes, activation_bytes=nothing)
     return graph.network, partitions, table

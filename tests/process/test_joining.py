@@ -14,7 +14,6 @@ from ports import free_port
 
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.errors import HybridError, RemoteError
-from lightning_hybrid.planning.device_speed import describe_device
 from lightning_hybrid.planning.run_cluster import Cluster, make_cluster
 from lightning_hybrid.process import joining
 from lightning_hybrid.process.children import Children
@@ -28,6 +27,7 @@ from lightning_hybrid.process.joining import (
     meet_all,
     reach,
 )
+from lightning_hybrid.profiling.device_speed import describe_device
 
 CPU = torch.device("cpu")
 SECONDS = timedelta(seconds=30)

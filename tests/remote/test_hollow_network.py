@@ -13,7 +13,7 @@ from lightning_hybrid.capture.capture import Capture
 from lightning_hybrid.capture.watched_calls import own_forward
 from lightning_hybrid.graph.graph import NetworkGraph
 from lightning_hybrid.graph.partition import network_partitions
-from lightning_hybrid.planning.measure import measure
+from lightning_hybrid.profiling.measure import measure
 from lightning_hybrid.remote.deferred import is_deferred, is_of_one_rank, offload, value_of
 from lightning_hybrid.remote.hollow_network import Hollow
 

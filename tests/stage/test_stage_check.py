@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_hybrid.errors import StitchError
 from lightning_hybrid.graph import StageCode, cut, network_partitions, why_whole
 from lightning_hybrid.graph.graph import NetworkGraph
-from lightning_hybrid.planning.measure import PeakMemory
+from lightning_hybrid.profiling.measure import PeakMemory
 from lightning_hybrid.stage import check
 from lightning_hybrid.stage.stage_check import _difference
 

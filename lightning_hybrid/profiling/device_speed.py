@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_hybrid.planning.measure import clock_of, device_name
-from lightning_hybrid.planning.memory_free import host_bytes, memory_limits
-from lightning_hybrid.planning.run_cluster import Device
+from lightning_hybrid.planning import Device
+from lightning_hybrid.profiling.measure import clock_of, device_name
+from lightning_hybrid.profiling.memory_free import host_bytes, memory_limits
 
 WINDOW_S = 0.1
 """Seconds of a window: the period of CPU quotas in Linux, and many time slices of its scheduler."""

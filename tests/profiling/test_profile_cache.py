@@ -11,8 +11,9 @@ from capturing import graph_of
 from torch import Tensor, nn
 
 from lightning_hybrid.graph import NetworkGraph, network_partitions
-from lightning_hybrid.planning.partition_table import PartitionTable, count
-from lightning_hybrid.planning.profile_cache import _write, cache_folder, cached
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.profiling.network_table import count
+from lightning_hybrid.profiling.profile_cache import _write, cache_folder, cached
 
 CPU = torch.device("cpu")
 
@@ -98,7 +99,7 @@ def test_another_number_of_threads_device_or_version_is_measured_anew(
 ) -> None:
     profile = Counter()
     profile.usual()
-    place = "lightning_hybrid.planning.profile_cache"
+    place = "lightning_hybrid.profiling.profile_cache"
     with monkeypatch.context() as patch:
         patch.setattr("torch.get_num_threads", lambda: 7)
         profile.usual()

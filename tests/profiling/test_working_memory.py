@@ -8,7 +8,7 @@ from capturing import graph_of
 from torch import nn
 
 from lightning_hybrid.graph import network_partitions
-from lightning_hybrid.planning.measure import PeakMemory, measure
+from lightning_hybrid.profiling.measure import PeakMemory, measure
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 MIB = 2**20

@@ -26,8 +26,9 @@ from lightning_hybrid.graph import (
     Stage,
     cut,
 )
-from lightning_hybrid.planning.memory_free import give_back_memory
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning import PartitionTable
+from lightning_hybrid.profiling.memory_free import give_back_memory
+from lightning_hybrid.profiling.network_table import table_of
 from lightning_hybrid.stage import copy_to_measure, fresh, input_part, stays_on_cpu, with_saved
 
 ENOUGH_S = 0.1
@@ -187,7 +188,7 @@ def _measure(
         if partition.stop == len(graph.layers):
             output_bytes = round(cuts.bytes(partition.stop) * scale)
         rows.append({**times, "output_bytes": output_bytes})
-    return PartitionTable.of(graph, partitions, rows, batch, device_name(device))
+    return table_of(graph, partitions, rows, batch, device_name(device))
 
 
 def _outside_inference(leaf: Tensor) -> Tensor:

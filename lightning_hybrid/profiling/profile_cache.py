@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition
-from lightning_hybrid.planning.measure import device_name
-from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.planning import PartitionTable
+from lightning_hybrid.profiling.measure import device_name
 
 FORMAT = 7
 """Number to increase when what is measured, or how, changes within a version of this package: files

@@ -11,11 +11,12 @@ from capturing import graph_of
 from torch import Tensor, nn
 
 from lightning_hybrid.graph import NetworkGraph, network_partitions
-from lightning_hybrid.planning.measure import measure
-from lightning_hybrid.planning.partition_table import PartitionTable, count
+from lightning_hybrid.planning.partition_table import PartitionTable
+from lightning_hybrid.profiling.measure import measure
+from lightning_hybrid.profiling.network_table import count, states_of_partitions
 
 # (the package has a function of that name)
-measure_module = import_module("lightning_hybrid.planning.measure")
+measure_module = import_module("lightning_hybrid.profiling.measure")
 
 
 def test_counted_profile_has_the_loads_of_the_partitions() -> None:
@@ -55,7 +56,7 @@ def test_what_takes_long_is_not_measured_again(
     monkeypatch: pytest.MonkeyPatch, tick_s: float, rounds: int
 ) -> None:
     ticks = itertools.count()
-    module = sys.modules["lightning_hybrid.planning.measure"]
+    module = sys.modules["lightning_hybrid.profiling.measure"]
     monkeypatch.setattr(module, "clock_of", lambda device: lambda: tick_s * next(ticks))
     x = torch.ones(2, 4)
     graph = graph_of(nn.Linear(4, 4), x)
@@ -127,7 +128,9 @@ def test_gradient_and_optimizer_bytes_are_those_of_trained_parameters() -> None:
     counted = count(graph, partitions)
     assert counted.parameter_bytes == [40 * 4, 18 * 4]
     assert counted.gradient_bytes == [8 * 4, 18 * 4]
-    table = counted.with_optimizer(partitions, {"0.bias": 64, "2.weight": 128})
+    table = counted.with_optimizer(
+        states_of_partitions(partitions, {"0.bias": 64, "2.weight": 128})
+    )
     assert table.kept_bytes == [40 * 4 + 8 * 4 + 64, 2 * 72 + 128]
     assert table.held_bytes(3)[1] == 2 * 72 + 128 + 3 * table.activation_bytes[1]
 
@@ -146,7 +149,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, graph: NetworkGraph) -> tuple[int,
     timed: list[Any] = []
 
     # (the package's `measure` is the function)
-    module: Any = sys.modules["lightning_hybrid.planning.measure"]
+    module: Any = sys.modules["lightning_hybrid.profiling.measure"]
 
     def note(*_: Any, **__: Any) -> dict[str, float]:
         timed.append(None)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hybrid.planning.memory_free import (
+from lightning_hybrid.planning.run_cluster import Device, memory_of_rank
+from lightning_hybrid.profiling.memory_free import (
     free_bytes,
     free_of_host,
     host_bytes,
     memory_limits,
 )
-from lightning_hybrid.planning.run_cluster import Device, memory_of_rank
 
 MB = 10**6
 
