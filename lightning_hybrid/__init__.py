@@ -42,7 +42,7 @@ register_everywhere()
 def __getattr__(name: str) -> Any:
     """Import a public name from its subpackage when it is first used.
 
-    Until then torch is not imported: some subpackages, such as ``allocation``, work without it.
+    Until then torch is not imported: some subpackages, such as ``planning``, work without it.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,9 +2,9 @@
 
 Lightning exists as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``. This
 package imports one of them when a strategy is made and not before, since
-``lightning_hybrid.allocation`` needs NumPy alone. A package of Lightning that is imported later is
-noticed by a finder on ``sys.meta_path``. Lightning's registries get functions, which import the
-strategies when they are called.
+``lightning_hybrid.allocation`` and ``lightning_hybrid.planning`` work without torch. A package of
+Lightning that is imported later is noticed by a finder on ``sys.meta_path``. Lightning's registries
+get functions, which import the strategies when they are called.
 """
 
 import sys

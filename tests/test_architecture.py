@@ -132,7 +132,7 @@ LAYERS = {
         *("allocation", "graph", "capture", "report", "comm", "planning", "profiling"),
         *("process", "state"),
     },
-    "cli": {"errors", "asking"},
+    "cli": {"errors"},
 }
 # folders whose files are imported one by one: by subject, and by command
 BY_FILE = {"_torch", "asking"}

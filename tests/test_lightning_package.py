@@ -61,6 +61,49 @@ def test_allocations_need_neither_torch_nor_lightning() -> None:
     assert output_of(code) == "(0, 1, 1) set()"
 
 
+PLANNED_FROM_NUMBERS = """
+import sys
+for name in ("torch", "lightning", "lightning_hybrid.graph", "lightning_hybrid.stage"):
+    sys.modules[name] = None  # so that an import of it is an error
+from lightning_hybrid import Plan, Search
+from lightning_hybrid.config import Config
+from lightning_hybrid.planning import (
+    AUTO, ClusterDescription, PartitionTable, PlanSettings, ShapeRequest, plans_of, rank_shapes,
+    recommended,
+)
+
+columns = dict(forward_s=1e-3, backward_s=2e-3, parameters=10**9, layers=1, parameter_bytes=4e9)
+columns |= dict(gradient_bytes=4e9, kept_bytes=8e9, activation_bytes=1e6, working_bytes=0)
+record = {name: [value] * 4 for name, value in columns.items()}
+record |= dict(names=[*"abcd"], cut_bytes=[1e3] * 3, output_bytes=8, batch=8, device="a GPU")
+table = PartitionTable.from_record(record)
+
+def costs(samples):
+    return table.scaled(samples / 8)
+
+cluster = ClusterDescription.load("p3.16xlarge").take(4)
+asked = ShapeRequest(settings=PlanSettings(schedule=AUTO))
+best = recommended(rank_shapes([costs], cluster, 8, asked))
+plan, *_ = plans_of(best, costs, cluster, 8)
+assert Plan.from_json(plan.to_json()) == plan
+print(plan.replicas, plan.cuts)
+"""
+
+
+def test_planning_needs_neither_torch_nor_a_captured_network() -> None:
+    """Four partitions of 8 GB each, without states, on four devices of 16 GB."""
+    assert output_of(PLANNED_FROM_NUMBERS) == "1 ('b', 'c', 'd')"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["fit-model", "--help"]])
+def test_commands_that_need_no_torch_import_none(words: list[str]) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from lightning_hybrid.cli import main; "
+        f"main({words})"
+    )
+    assert "usage: lightning-hybrid" in output_of(code)
+
+
 @pytest.mark.parametrize(
     ("imports", "made_by"),
     [
