@@ -1,9 +1,10 @@
 """The all-reduce between the replicas of a stage runs while the last micro-batch goes backward.
 
-Trains 3D-ResAttNet-18 as 2 replicas x 2 stages with a recorded trace, and prints for each rank and
-the last step when the last backward began and ended, when each bucket left and arrived, and the
-share of the all-reduce time that lies inside of that backward. The trace itself stays in
-``--out`` (open it in Perfetto), with a picture of that step.
+Trains 3D-ResAttNet-18 as 2 replicas x 2 stages with a recorded trace, in which it notes the
+all-reduces of the drivers, and prints for each driver and the last step when the last backward
+began and ended, when each bucket left and arrived, and the share of the all-reduce time that lies
+inside of that backward. The trace itself stays in ``--out`` (open it in Perfetto), with a picture
+of that step.
 
     python benchmarks/allreduce_overlap.py [--out overlap]
 """
@@ -13,6 +14,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +25,59 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridGabraStrategy
+from lightning_hybrid.stage import gradient_averaging
 from lightning_hybrid.stage.trace import VARIABLE
 from models import ResAttNet3D
 
 Span = dict[str, Any]
+MICRO_BATCHES = 3
 
 
 class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = ResAttNet3D(18)
+        self.rank = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rank = self.trainer.strategy.coordinates.rank
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def train() -> None:
+def note_reduces(start: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
+    """What begins collectives, and notes when an all-reduce has begun, and when it is over."""
+
+    def noting(call: Any, *arguments: Any, peer: str) -> Any:
+        begun = time.time()
+        work = start(call, *arguments, peer=peer)
+        if call.__name__ == "allreduce":
+            span = {"name": f"all-reduce of {arguments[0][0].nbytes} bytes", "ph": "X"}
+            spans.append(span | {"tid": "all-reduce", "ts": begun * 1e6, "dur": 0.0})
+
+            def over(_: Any, span: Span = spans[-1]) -> None:
+                span["dur"] = time.time() * 1e6 - span["ts"]
+
+            work.get_future().then(over)
+        return work
+
+    return noting
+
+
+def train(folder: Path, side: int) -> None:
+    """Workers run none of this, so that what is noted here are the all-reduces of the drivers."""
+    spans = list[Span]()
+    gradient_averaging.start = note_reduces(gradient_averaging.start, spans)
     torch.manual_seed(0)
-    volumes = TensorDataset(torch.randn(36, 1, 48, 48, 48), torch.arange(36) % 2)
+    batch = 2 * MICRO_BATCHES
+    volumes = TensorDataset(torch.randn(6 * batch, 1, *3 * [side]), torch.arange(6 * batch) % 2)
     trainer = Trainer(
         strategy=HybridGabraStrategy(
             data_parallel_size=2,
             pipeline_parallel_size=2,
-            num_microbatches=3,
+            num_microbatches=MICRO_BATCHES,
             plan=["net.layer3"],
         ),
         accelerator="cpu",
@@ -58,14 +88,28 @@ def train() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), DataLoader(volumes, batch_size=6))
+    module = Module()
+    trainer.fit(module, DataLoader(volumes, batch_size=batch))
+    path = folder / f"rank{module.rank}.json"
+    trace = json.loads(path.read_text())
+    trace["traceEvents"] += [{**span, "pid": module.rank} for span in spans]
+    path.write_text(json.dumps(trace))
 
 
-def last_step(events: list[Span]) -> tuple[Span, list[Span]]:
-    """The last backward of micro-batch 0, which is the last of its step, and its all-reduces."""
-    backward = [e for e in events if e["name"] == "backward 0"][-1]
-    reduces = [e for e in events if e.get("tid") == "all-reduce" and e["ts"] > backward["ts"]]
-    return backward, reduces
+def run(folder: Path, side: int) -> dict[int, list[Span]]:
+    """Train in processes of their own. Returns by rank what the trace of each rank has noted."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", VARIABLE: str(folder)}
+    command = [sys.executable, __file__, "--run", "--out", str(folder), "--side", f"{side}"]
+    subprocess.run(command, env=environment, check=True)
+    paths = {int(path.stem.removeprefix("rank")): path for path in folder.glob("rank*.json")}
+    return {rank: json.loads(paths[rank].read_text())["traceEvents"] for rank in sorted(paths)}
+
+
+def last_step(events: list[Span]) -> tuple[list[Span], list[Span]]:
+    """The backwards of a driver's last step, in their order, and the all-reduces of that step."""
+    backwards = [e for e in events if e["name"].startswith("backward")][-MICRO_BATCHES:]
+    begun = backwards[0]["ts"]
+    return backwards, [e for e in events if e.get("tid") == "all-reduce" and e["ts"] > begun]
 
 
 def overlap_share(backward: Span, reduces: list[Span]) -> float:
@@ -83,7 +127,10 @@ def draw(ranks: list[list[Span]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
     colours = {"forward": "tab:blue", "backward": "tab:green", "all-reduce": "tab:orange"}
-    start = min([e["ts"] for e in events if e["name"] == "forward 0"][-1] for events in ranks)
+    start = min(
+        [e["ts"] for e in events if e["name"].startswith("forward")][-MICRO_BATCHES]
+        for events in ranks
+    )
     for rank, events in enumerate(ranks):
         for event in events:
             if event["ph"] == "X" and event["ts"] >= start:
@@ -102,22 +149,21 @@ def draw(ranks: list[list[Span]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("overlap"))
+    parser.add_argument("--side", type=int, default=48, help="of a volume, in voxels")
     parser.add_argument("--run", action="store_true")
     arguments = parser.parse_args()
+    folder = arguments.out.absolute()
     if arguments.run:
-        train()
+        train(folder, arguments.side)
         return
     from _results import record  # (tests import this file from another folder)
 
-    folder = arguments.out.absolute()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", VARIABLE: str(folder)}
-    subprocess.run([sys.executable, __file__, "--run"], env=environment, check=True)
-    paths = sorted(folder.glob("rank*.json"))
-    ranks = [json.loads(path.read_text())["traceEvents"] for path in paths]
-    for path, events in zip(paths, ranks):
-        backward, reduces = last_step(events)
+    ranks = run(folder, arguments.side)
+    for rank in (0, 2):  # the drivers
+        events = ranks[rank]
+        (*_, backward), reduces = last_step(events)
         name, length = events[0]["args"]["name"], backward["dur"] / 1e3
-        print(f"{name} ({path.name}): last backward {length:.1f} ms")
+        print(f"{name}: last backward, {backward['name']}, {length:.1f} ms")
         for reduce in reduces:
             begin = (reduce["ts"] - backward["ts"]) / 1e3
             print(
@@ -126,7 +172,7 @@ def main() -> None:
         share = overlap_share(backward, reduces)
         record({f"{name}: share inside of the last backward": 100 * share}, "%")
         print(f"  inside of the backward: {share:.0%} of its time")
-    draw(ranks, folder / "overlap.png")
+    draw([*ranks.values()], folder / "overlap.png")
     print(f"{folder / 'overlap.png'}")
 
 
