@@ -8,7 +8,7 @@ separate process group over one ``TCPStore``, whose methods are called directly 
 package shuts down.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -41,6 +41,8 @@ _LEAVING_S = 2.0
 _TAGS_OF_A_PLACEMENT = 2**12
 """Number of wire tags that are reserved for each placement. Channels have tags below this
 number; the k-th placement (from 1) has the tags from k times this number."""
+_MEETS = _TAGS_OF_A_PLACEMENT - 1
+"""Tag of the bytes by which ranks tell each other that they are about to make a group."""
 
 
 def make_group(
@@ -194,6 +196,7 @@ class Mesh(ReplicaWires):
                 me = ends.index(here.pp_rank)  # the sender of the activations is 0
                 peer = str(here.at(ends[1 - me]))
                 name = f"{here.dp_rank}.{placement}.{edge}"
+                self._await([ends[1 - me]])
                 activations = self._device_group(f"activations{name}", me, 2)
                 gradients = self._device_group(f"gradients{name}", me, 2)
                 wires[edge] = EdgeWires(
@@ -204,6 +207,26 @@ class Mesh(ReplicaWires):
                 self._meet(wires[edge], sends_activations=me == 0)
         self._rings[devices] = wires
         return wires
+
+    def _await(self, others: Iterable[int]) -> None:
+        """Wait until other ranks of this replica are about to make a group with this one.
+
+        Who makes a group waits for the addresses of the others, up to the time-out of the store,
+        and does not notice that one of them is gone.
+
+        Args:
+            others: their ``pp_rank``. Each calls this for all ranks of the group but itself.
+
+        Raises:
+            ConnectionLost: one of them is lost.
+        """
+        wires = [self.wire(rank, _MEETS) for rank in others]
+        sent = torch.zeros(1, dtype=torch.uint8)
+        received = [torch.zeros_like(sent) for _ in wires]
+        transfers = [wire.send(sent) for wire in wires]
+        transfers += [wire.receive(byte) for wire, byte in zip(wires, received)]
+        for transfer in transfers:
+            transfer.wait()
 
     def _meet(self, wires: EdgeWires, *, sends_activations: bool) -> None:
         """Exchange a byte with the rank at the other end of an edge, over both groups of the edge.
@@ -285,6 +308,8 @@ class Mesh(ReplicaWires):
         """
         place = copies.index(self.coordinates.pp_rank)
         replica = f"siblings{self.coordinates.dp_rank}."
+        if _group_name(replica, copies) not in self._of_copies:
+            self._await([rank for rank in copies if rank != self.coordinates.pp_rank])
         return self._copies_group(replica, copies, place, len(copies))
 
     def _copies_group(self, kind: str, copies: Sequence[int], rank: int, size: int) -> Group:
@@ -298,7 +323,7 @@ class Mesh(ReplicaWires):
             rank: index of this rank in the group.
             size: number of ranks in the group.
         """
-        name = kind + "-".join(map(str, copies))
+        name = _group_name(kind, copies)
         if name not in self._of_copies:
             group = self._device_group(name, rank, size)
             self._meet_all(group)
@@ -448,3 +473,7 @@ class Mesh(ReplicaWires):
         with suppress(MemoryError):  # without it, the end of this process wakes them
             thread.start()
             thread.join(_LEAVING_S)
+
+
+def _group_name(kind: str, copies: Sequence[int]) -> str:
+    return kind + "-".join(map(str, copies))

@@ -96,7 +96,8 @@ class HeldHooks:
     @signals_deferred
     def _release(self, networks: Sequence[DrivenNetwork], *, call: bool) -> None:
         for network in networks:
-            if self._there is None:
+            # (workers that this rank has left in the middle of a pass would not hear it)
+            if self._there is None and self._commands.workers.in_step:
                 self._commands.tell(ReleaseHooks(network.number, call))
             network.weight_hooks.release(call=call)
 

@@ -5,7 +5,7 @@ to date: it sends changes made here before a command, and marks as stale what th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 from lightning_hybrid.comm import Answer, Heartbeat, Mesh, NcclGuard, signals_deferred, switches
@@ -28,9 +28,9 @@ class Workers:
         lines: by ``pp_rank`` of each worker, what copies tensors between its device and this one,
             in both directions.
         passing_now: whether a pass through the pipeline is under way.
-        in_step: whether the workers can be asked: False once this rank has left a pass or an
-            exchange with an error, so that they may still wait for its tensors instead of for a
-            command.
+        left_by: the error with which this rank has left a pass or an exchange before its end, so
+            that workers may still wait for its tensors instead of for a command; ``None``: it has
+            left none. Whoever has caught it gets it again from the next command.
         before_weights_change: a function that is called before weights are sent to workers.
     """
 
@@ -45,8 +45,13 @@ class Workers:
         self._guard = NcclGuard.where_needed(mesh)
         self._in_pass = False  # whether workers may be waiting for an earlier stage of this rank
         self.passing_now = False
-        self.in_step = True
+        self.left_by: BaseException | None = None
         self.before_weights_change: Callable[[], None] = lambda: None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the workers can be asked: this rank has left no pass or exchange by an error."""
+        return self.left_by is None
 
     def send(self, rank: int, command: Command) -> None:
         """Send a command to one worker, without waiting until it is carried out.
@@ -59,8 +64,9 @@ class Workers:
         Raises:
             HybridError: a pass is under way in which workers can take no command; see
                 :meth:`passing`.
+            BaseException: workers are not in step any more, by this error (:attr:`left_by`).
         """
-        self.refuse_in_pass()
+        self.refuse_unheard()
         if isinstance(command, TakeWeights | ReadWeights):
             self.before_weights_change()
         channel = self._channels[rank]
@@ -103,8 +109,9 @@ class Workers:
         self.passing_now = True
         try:
             yield
-        except BaseException:
-            self.in_step = self.in_step and engine.passed
+        except BaseException as error:
+            if not engine.passed:
+                self._leave_by(error)
             raise
         finally:
             self._in_pass = self.passing_now = False
@@ -117,16 +124,24 @@ class Workers:
         """
         try:
             yield
-        except BaseException:  # they still wait for it
-            self.in_step = False
+        except BaseException as error:  # they still wait for it
+            self._leave_by(error)
             raise
 
-    def refuse_in_pass(self) -> None:
-        """Refuse to send a command in a pass in which workers possibly wait for this rank.
+    def _leave_by(self, error: BaseException) -> None:
+        # (the first one is the cause of the others)
+        self.left_by = self.left_by or error
+
+    def refuse_unheard(self) -> None:
+        """Refuse to send a command that workers possibly do not hear, as they wait for this rank.
 
         Raises:
-            HybridError: such a pass is under way; see :meth:`passing`.
+            HybridError: a pass is under way in which they do; see :meth:`passing`.
+            BaseException: this rank has left a pass or an exchange by this error, which somebody
+                has caught. Without it this rank would wait for their answers, and they for it.
         """
+        if self.left_by is not None and self.ranks:
+            raise self.left_by
         if self._in_pass:
             raise HybridError(
                 "A weight, buffer or gradient that another rank owns was read or changed, or an "
@@ -189,16 +204,19 @@ class Commands:
         """
         if not commands:
             return
-        self.workers.refuse_in_pass()  # before anything is taken from the proxies
+        self.workers.refuse_unheard()  # before anything is taken from the proxies
         self.remote.flush()
-        now = switches()
+        now, first = switches(), True
         for rank, command in commands.items():
-            if self._switches.get(rank) != now:
-                self.workers.send(rank, TakeSwitches(now))
-                self._switches[rank] = now
-            # (before it is sent: a read from now on must give what is there after the command)
-            self.remote.outdate(*command.outdates)
-            self.workers.send(rank, command)
+            # (once one has heard of it, it may wait for those that have not)
+            with nullcontext() if first else self.workers.joined():
+                if self._switches.get(rank) != now:
+                    self.workers.send(rank, TakeSwitches(now))
+                    self._switches[rank] = now
+                # (before it is sent: a read from now on must give what is there after the command)
+                self.remote.outdate(*command.outdates)
+                self.workers.send(rank, command)
+            first = False
 
     def ask(self, command: Command) -> list[Answer]:
         """Send a command to every worker and wait for all answers.

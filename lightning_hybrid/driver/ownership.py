@@ -156,15 +156,17 @@ class Ownership:
         if kind is RemoteKind.GRADIENT:
             names = [n for n in names if n not in self._sparse and not self._in_parts(n)]
         owners = self._by_worker(names, ())
+        orders = dict[int, Command]()
         for rank, mine in owners.items():
             types = [memory[name].dtype for name in mine]
             # (those that are lent in each step without names and types, and so without a pickle)
             usual = kind is RemoteKind.PARAMETER and self._lenders.get(rank) == (mine, types)
-            wanted = (
+            orders[rank] = (
                 LendTensors() if usual else LendTensors(mine, kind is RemoteKind.GRADIENT, types)
             )
-            self._workers.send(rank, wanted)
         with self._workers.joined():
+            for rank, order in orders.items():
+                self._workers.send(rank, order)
             for rank, mine in owners.items():
                 self._workers.lines[rank].to_driver([memory[name] for name in mine])
         return names

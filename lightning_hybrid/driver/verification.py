@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid._torch.modules import BatchNorm
 from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.comm import told_text
 from lightning_hybrid.driver.announcements import Announcements
 from lightning_hybrid.driver.differences import (
     changed,
@@ -285,6 +286,7 @@ class Check:
         try:
             self._copy = ModuleCopy(self._of.root, found.module, *arguments, batched, writes=writes)
         except Exception as error:  # (copying an object may raise any error)
+            self._raise_if_of_ranks(error)
             raise _Inconclusive(f"it cannot be copied ({_first_line(error)})") from error
 
     @contextmanager
@@ -389,6 +391,8 @@ class Check:
             _Inconclusive: the Python does not run on a copy, or lacks memory.
             NetworkError: the Python raises an error that it has not raised in a call before, or
                 writes to parameters.
+            Exception: weights of another rank cannot be fetched: it is lost or has failed, or this
+                rank has failed in an exchange with it.
         """
         assert self._copy is not None
         if rows is not None and not self._copy.is_complete:
@@ -398,7 +402,8 @@ class Check:
             with self._random.again(), self._start(), fetched:
                 module, result, given = self._copy.call(self._device, rows)
         except Exception as error:  # (by the user's code, or for lack of memory)
-            memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+            self._raise_if_of_ranks(error)
+            memory = isinstance(error, _NO_MEMORY) or "allocate memory" in str(error)
             # if it has run before, the code behaves otherwise now: a difference to report
             if isinstance(error, WritesWeights) or (self.number > 1 and not memory):
                 raise self._stale([f"its Python raises {_first_line(error)}"]) from error
@@ -408,6 +413,18 @@ class Check:
         # of the original module instead)
         set_here = changed(self._attributes(module), self._attributes(self._copy.module))
         return _given(result, given) | set_here
+
+    def _raise_if_of_ranks(self, error: Exception) -> None:
+        """Raise an error again if it says nothing about the Python, but ends the run.
+
+        It is the loss or the failure of another rank, or has left an exchange of weights with a
+        worker, which would wait for this rank for ever.
+
+        Args:
+            error: what the Python has raised, or copying what it needs.
+        """
+        if told_text(error) is not None or not self._driver.commands.workers.in_step:
+            raise error
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
@@ -496,6 +513,9 @@ def _differences(found: Any, expected: Made, epsilon: float, *, part: bool = Fal
 
 _SHARE = 1 / 16
 """Share of the free memory that weights of other stages may take for a check, with ``"auto"``."""
+
+_NO_MEMORY = MemoryError, torch.OutOfMemoryError
+"""What lacks of memory raise, beside errors of torch's and of the system that say so."""
 
 
 class _Inconclusive(Exception):

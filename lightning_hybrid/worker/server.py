@@ -1,5 +1,6 @@
 """A server: a process that is a worker in runs of the script, by the orders of rank 0."""
 
+import gc
 import os
 import signal
 import sys
@@ -72,18 +73,31 @@ class Server:
         with suppress(ValueError):  # the script has called the Trainer in another thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         for order in given:
-            try:
-                if isinstance(order, EndOrder):
-                    return order.code
-                if isinstance(order, JoinOrder):
-                    self._join(order)
-                elif isinstance(self._world, World):  # else it is not in the run
-                    self._serve(self._world, order)
-            except Exception as error:
-                if isinstance(self._world, NoWorld) and not isinstance(error, ConnectionLost):
-                    raise  # there is no store yet in which the drivers could read of it
-                self._fail(error)
+            if isinstance(order, EndOrder):
+                return order.code
+            if not self._carries_out(order):
+                # (now that the error is gone: transfers in its frames, and in cycles with the
+                # networks, keep connections open, by which other ranks would wait for this one)
+                gc.collect()
         return 0
+
+    def _carries_out(self, order: Order) -> bool:
+        """Carry out an order but an `EndOrder`. Returns whether that went well.
+
+        Raises:
+            Exception: it did not, and there is no store yet by which to tell the drivers.
+        """
+        try:
+            if isinstance(order, JoinOrder):
+                self._join(order)
+            elif isinstance(self._world, World) and not isinstance(order, EndOrder):
+                self._serve(self._world, order)  # (else it is not in the run)
+        except Exception as error:
+            if isinstance(self._world, NoWorld) and not isinstance(error, ConnectionLost):
+                raise
+            self._fail(error)
+            return False
+        return True
 
     def _fail(self, error: Exception) -> None:
         """Leave a run that has failed, here or on another rank, and tell the other ranks of it.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -156,6 +157,19 @@ def test_a_rank_that_leaves_wakes_who_waits_for_its_tensors(meshes: Any) -> None
     worker.leave()
     with pytest.raises(ConnectionLost, match="rank 1"):
         arriving.wait()
+
+
+@pytest.mark.parametrize("make", [lambda m: m.siblings((1, 0)), lambda m: m.wires((0, 1))])
+def test_who_makes_a_group_does_not_wait_for_a_rank_that_is_gone(
+    meshes: Any, make: Callable[[Mesh], Any]
+) -> None:
+    driver, worker = meshes(1, 2)
+    gone = Timer(0.3, worker.control.drop)  # as its process, after the driver has begun
+    gone.start()
+    with pytest.raises(ConnectionLost, match="Lost rank 1 ") as found:
+        make(driver)
+    gone.join()
+    assert not found.value.late
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What workers are told and asked, and what must have happened on the driver before."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_hybrid.comm import switches
 from lightning_hybrid.comm.protocol import (
     Answer,
+    Command,
     FreeCall,
     GiveFailure,
     GiveReport,
@@ -126,3 +128,53 @@ def test_workers_are_out_of_step_once_a_pass_was_left_in_its_middle(crew: Crew) 
     with crew.workers.passing(passing(1)):
         pass
     assert not crew.workers.in_step
+
+
+def test_who_has_caught_the_error_of_an_exchange_gets_it_again_from_each_command(
+    crew: Crew,
+) -> None:
+    """Workers still wait in it, and this rank would wait for their answers."""
+    proxies: Any = NotedProxies()
+    commands, error = Commands(crew.workers, proxies), MemoryError("on purpose")
+    with pytest.raises(MemoryError), crew.workers.joined():
+        raise error
+    with pytest.raises(ValueError, match="later"), crew.workers.joined():
+        raise ValueError("later")
+    for ask in (commands.ask, commands.tell, partial(crew.workers.send, 1)):
+        with pytest.raises(MemoryError) as found:
+            ask(GiveFailure())
+        assert found.value is error
+    assert proxies.notes == []
+
+
+def test_workers_are_out_of_step_once_some_have_heard_a_command_and_others_not(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxies: Any = NotedProxies()
+    commands, own = Commands(crew.workers, proxies), crew.workers.send
+    no_memory = {1: False, 2: True}
+
+    def send(rank: int, command: Command) -> None:
+        if no_memory[rank]:
+            raise MemoryError
+        own(rank, command)
+
+    monkeypatch.setattr(crew.workers, "send", send)
+    with pytest.raises(MemoryError):
+        commands.tell(GiveFailure())
+    assert not crew.workers.in_step
+
+
+def test_workers_are_in_step_where_none_has_heard_a_command(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it cannot be pickled."""
+
+    def send(rank: int, command: Command) -> None:
+        raise TypeError
+
+    monkeypatch.setattr(crew.workers, "send", send)
+    proxies: Any = NotedProxies()
+    with pytest.raises(TypeError):
+        Commands(crew.workers, proxies).tell(GiveFailure())
+    assert crew.workers.in_step

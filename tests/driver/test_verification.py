@@ -15,6 +15,7 @@ from driven import batches
 from monai.data import MetaTensor
 from torch import Tensor, nn
 
+from lightning_hybrid.comm import ConnectionLost
 from lightning_hybrid.driver import verification
 from lightning_hybrid.driver.module_copy import ModuleCopy
 from lightning_hybrid.errors import NetworkError
@@ -125,6 +126,34 @@ def test_a_value_that_has_changed_unseen_ends_the_run_at_the_next_check(
     assert f"'net' ({network}) does not compute in its stages" in message
     assert "in call 4 in training output of shape (4, 3) differs by up to" in message
     assert "network=" in message
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Resource temporarily unavailable"), ConnectionLost("Lost rank 1", "1")]
+)
+def test_an_error_in_an_exchange_with_a_worker_is_no_finding_and_ends_the_run(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, first: bool, error: Exception
+) -> None:
+    """The worker waits in it: whatever this rank did next, both would wait for ever.
+
+    In the first call of its kind, or in one that looks at code that has run before.
+    """
+    driven, (value,) = Driven(ranks, Scaled(), verify="auto"), batches(1)
+    driven.assert_same(value)
+    driven.module.train(not first)
+
+    def fetches_a_weight(*_: Any) -> None:
+        with driven.ranks.driver.commands.workers.joined():
+            raise error
+
+    monkeypatch.setattr(ModuleCopy, "call", fetches_a_weight)
+    with pytest.raises(type(error)) as found:
+        driven.module.net(value)
+    assert found.value is error
+    with pytest.raises(type(error)) as again:
+        driven.module.net(value)
+    assert again.value is error
 
 
 READ = [1.0]

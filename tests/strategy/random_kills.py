@@ -9,7 +9,7 @@ or leaves the process no more memory than it has. Whatever happens then:
 
 * no rank lives 30 s longer than the first that has died;
 * a checkpoint that is there is whole, and bit for bit that of the undisturbed run;
-* no process is left, and no other file.
+* no process is left, and no other file but `.NAME.part`, which the next attempt removes.
 
 It prints a line per kill and ends with code 1 if one of these did not hold.
 """
@@ -392,7 +392,7 @@ def left_behind(run: Run, expected: dict[str, Any]) -> list[str]:
     """What is wrong with the files of a run that has ended."""
     wrong = []
     for path in (run.folder / "checkpoints").iterdir():
-        if path.name.startswith(".") and path.is_dir():  # the next attempt removes it
+        if path.name.startswith("."):  # the next attempt removes it
             continue
         try:
             if path.name not in expected:

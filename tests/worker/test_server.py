@@ -1,13 +1,17 @@
 """A server loads neither Lightning nor TorchDynamo, and carries out the orders of rank 0."""
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +19,11 @@ from ports import free_port
 from torch import nn
 from torch.distributed import TCPStore
 
+from lightning_hybrid.comm import ConnectionLost, Coordinates
 from lightning_hybrid.process import (
     EndOrder,
+    JoinOrder,
+    Meeting,
     Order,
     RestOrder,
     ServeOrder,
@@ -26,6 +33,7 @@ from lightning_hybrid.process import (
     start_server,
 )
 from lightning_hybrid.stage import StageOptions
+from lightning_hybrid.worker.server import Server
 
 LOADED = """
 import sys
@@ -105,3 +113,44 @@ def test_a_rank_that_becomes_a_server_hears_what_comes_from_then_on(store: TCPSt
     later = orders(store, 1, latest_order(store))
     give(store, EndOrder(1))
     assert next(later) == EndOrder(1)
+
+
+def test_a_server_that_has_failed_keeps_nothing_of_the_run_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No connection ends with this process, and the other ranks of the run wait at those."""
+
+    class Transfer:
+        pass
+
+    held: list[weakref.ref[Transfer]] = []
+
+    def fails(*_: object) -> None:
+        transfer = Transfer()
+        cycle: list[object] = [transfer]
+        cycle.append(cycle)
+        held.append(weakref.ref(transfer))
+        raise ConnectionLost("on purpose")
+
+    def given() -> Iterator[Order]:
+        yield order
+        assert held[0]() is None
+        yield EndOrder(3)
+
+    order: Any = JoinOrder(
+        history=None,
+        coordinates=Coordinates(0, 1, 2),
+        backend="gloo",
+        timeout=timedelta(seconds=1),
+        devices=(),
+        surveys=False,
+        machine=None,
+        capacity=None,
+    )
+    monkeypatch.setattr(Server, "_join", fails)
+    monkeypatch.setattr(Server, "_fail", lambda *_: None)
+    gc.disable()
+    try:
+        assert Server(1, 1, Meeting("127.0.0.1", 0, hosts=1, serve=False)).run(given()) == 3
+    finally:
+        gc.enable()
