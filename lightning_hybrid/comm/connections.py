@@ -254,7 +254,7 @@ class StuckSends:
 
 def _kill(reason: str) -> None:
     # an exception cannot wake a thread that waits inside of gloo
-    end_process(f"Process {os.getpid()} is killed: a send of it would wait for ever. {reason}")
+    end_process(f"{reason}. Process {os.getpid()} is killed: a send of it would wait for ever.")
 
 
 SENDS = StuckSends(_kill)

@@ -34,12 +34,15 @@ class Children:
         lose: called during a run with the local ranks of processes that have ended with an error;
             returns the ranks that the run goes on without, or ``None``: the run ends. ``None``
             instead of a function: no run is under way.
+        name_of: returns the name of a rank in messages, by the local rank of its process; ``None``
+            instead of a function: ranks have no names yet.
         failed: name of the class of the error that this process got from the last run; empty: the
             last run has not failed.
     """
 
     processes: ClassVar[list["subprocess.Popen[bytes]"]] = []
     lose: Callable[[Collection[int]], set[int] | None] | None = None
+    name_of: Callable[[int], str] | None = None
     failed = ""
 
 

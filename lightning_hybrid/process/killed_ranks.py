@@ -63,11 +63,23 @@ class KilledRanksWatch(BackgroundThread):
                 return
         if self._over.wait(GRACE_S):
             return
-        failed = next(child for child, code in zip(self._children, self._codes(given_up)) if code)
-        reason = f" {not_caught()};" if self._after_a_failure else ""
+        codes = self._codes(given_up)
+        number, code = next((1 + n, code) for n, code in enumerate(codes) if code)
         for child in self._children:
             child.kill()
-        end_process(
-            f"A process of this run (PID {failed.pid}) ended with code {failed.returncode};"
-            f"{reason} the others did not end within {GRACE_S:.0f} s and are killed."
-        )
+        end_process(self._last_words(number, code))
+
+    def _last_words(self, number: int, code: int) -> str:
+        """What is said where nobody else has told of the first failure before the others ended.
+
+        Args:
+            number: local rank of the process that has ended.
+            code: its exit code, negative if it was killed by a signal.
+        """
+        pid = self._children[number - 1].pid
+        name = "A process of this run" if Children.name_of is None else Children.name_of(number)
+        first = f"{name} (PID {pid}) ended with code {code};"
+        if code < 0 and Children.name_of is not None:
+            first = f"Lost {name}. Its process (PID {pid}) was killed by signal {-code};"
+        reason = f" {not_caught()};" if self._after_a_failure else ""
+        return f"{first}{reason} the others did not end within {GRACE_S:.0f} s and are killed."

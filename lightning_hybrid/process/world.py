@@ -89,7 +89,7 @@ class World:
         Raises:
             Exception: the error of the first rank that has failed.
         """
-        Children.lose = self._lose
+        Children.lose, Children.name_of = self._lose, self._name
         self._watch.start()
         if self.everyone.world.is_open:
             self._meet_all("the start of a run")
@@ -175,6 +175,11 @@ class World:
         if given_up is None:
             tell_lost(self._speaks_to_all, lost)
         return given_up
+
+    def _name(self, child: int) -> str:
+        """The name of a rank that this process has started: its global rank minus this one's."""
+        here = self.everyone.coordinates
+        return str(replace(self.coordinates, rank=here.rank + child))
 
     def barrier(self, name: str = "") -> None:
         """In phase TOGETHER, wait for all ranks that run the script; in other phases do nothing.

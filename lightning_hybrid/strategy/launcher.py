@@ -237,7 +237,7 @@ class HybridSubprocessLauncher(SubprocessScriptLauncher):
             result = _part(function)(*args, **kwargs)
         finally:
             watch.close()
-            Children.lose = None
+            Children.lose = Children.name_of = None
         Children.failed = ""
         return result
 

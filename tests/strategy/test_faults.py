@@ -139,7 +139,9 @@ def ends_told_to_loggers(training: Training) -> dict[int, str]:
 
 def first_error(output: str) -> str:
     """The first line that ends a traceback or reports a loss."""
-    ends = re.compile(r"^(\[rank\d+\]: )?([\w.]+(Error|Lost): |rank \d+ .* ends because)")
+    ends = re.compile(
+        r"^(\[rank\d+\]: )?([\w.]+(Error|Lost): |rank \d+ .* (ends because|is killed: )|Lost rank)"
+    )
     return next(line for line in output.splitlines() if ends.match(line))
 
 
