@@ -82,7 +82,7 @@ conformance: $(READY)
 
 # another part of the slow tier with each commit
 part: $(READY)
-	$(PYTEST) 2 -m "conformance and not real" --part "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names tests/graph tests/capture tests/driver tests/datamodules tests/allocation tests/planning tests/profiling tests/asking
+	$(PYTEST) 2 -m "conformance and not real" --part "$$(git rev-parse HEAD)" tests/conformance tests/wheel tests/torch_names tests/graph tests/capture tests/driver tests/datamodules tests/allocation tests/planning tests/profiling tests/asking tests/strategy
 
 # all rows under two stages, in which most of what can break a row breaks it
 ROWS := $(PYTEST) 1 -m "conformance and not real" tests/conformance/test_conformance.py::TestTwoStages
