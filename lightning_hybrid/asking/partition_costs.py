@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.capture import Capture, NotCaptured, own_forward
+from lightning_hybrid.capture import FAILS, Capture, NotCaptured, own_forward
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.graph import FAILS, NetworkGraph, NetworkPartition
+from lightning_hybrid.graph import NetworkGraph, NetworkPartition
 from lightning_hybrid.planning import CostsOf, PartitionTable
 from lightning_hybrid.profiling import (
     CalledNetwork,

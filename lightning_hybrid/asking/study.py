@@ -74,9 +74,10 @@ class Study:
 
     @cached_property
     def one_device_s(self) -> float:
-        """Predicted seconds of a step on the first device alone.
+        """Predicted seconds of a step of `batch` samples on the first device alone.
 
-        The network may need more memory than this device has.
+        That is with the fastest number of micro-batches. Memory is not limited: the network may
+        need more than this device has.
         """
         return min(shape.step_s for shape in self.shapes(1))
 

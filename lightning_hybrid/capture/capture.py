@@ -44,6 +44,7 @@ from lightning_hybrid._torch.modules import tables
 from lightning_hybrid._torch.symbols import GuardOnDataDependentSymNode
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import tensors_in
+from lightning_hybrid.capture.dynamo_reasons import reason_in
 from lightning_hybrid.capture.marked_intermediates import Marking, may_hide_marks, resolve_marks
 from lightning_hybrid.capture.own_classes import in_own_classes, is_followed, plain, refused_class
 from lightning_hybrid.capture.rewritten_functions import PACKS, captured_functions
@@ -52,7 +53,6 @@ from lightning_hybrid.graph import (
     NetworkGraph,
     describe,
     held_by,
-    reason_in,
 )
 
 _LOCK = "_hook_installation_lock"
@@ -117,8 +117,13 @@ class NotCaptured(Exception):
 
     Nothing of the call has happened; of a chain of graphs, earlier graphs may have run.
 
+    If it comes from the first call of a network, ``driver/discovery.py`` tries the parts that the
+    network calls, or a chain of graphs. If the chain cannot be captured either, the user reads
+    `reason` and `advice` in the `NetworkError` of ``driver/captured_calls.py``. Reasons that
+    TorchDynamo gives are worded in ``capture/dynamo_reasons.py``.
+
     Args:
-        reason: TorchDynamo's reason, and where in the user's code, in one line without a full stop.
+        reason: why, and if possible where in the user's code, in one line without a full stop.
         only_in_this_mode: whether only the mode of this call is to blame: it is an evaluation, or
             nothing is trained. A later call in another mode may be captured, so the network should
             not be given up.

@@ -291,7 +291,9 @@ class Channel:
         return message
 
     def flush(self) -> None:
-        """Wait until the peer has received everything that was sent.
+        """Wait until all transfers that this rank has begun have ended.
+
+        A message that :meth:`send_with_next` keeps back stays.
 
         Raises:
             ConnectionLost: the peer is gone, or has not answered within the time-out.

@@ -78,6 +78,8 @@ class StageMessage(Message):
 class Header(StageMessage):
     """Sent before the activations of a micro-batch in the first call with a key: describes them.
 
+    Sent and received by ``stage/forward_pass.py``.
+
     Attributes:
         specs: spec of each activation; ``None``: no activations follow, since a stage has failed.
         uses_rng: whether the sending stage, or a stage before it, draws random numbers.
@@ -509,8 +511,8 @@ class StepOptimizer(OptimizerCommand):
     """Step an optimizer. A worker that has failed before does not step.
 
     Attributes:
-        groups: all parameter groups, in their order, if one has changed since the last step; else
-            ``None``.
+        groups: the hyperparameters of all groups, in their order, if those of one have changed
+            since the last step; else ``None``.
         precision: precision of this step and of those after it, if it has changed; else ``None``.
     """
 
@@ -719,7 +721,7 @@ class LendTensors(Command):
     """Send the driver parameters or their gradients, from device to device.
 
     They travel over a group that is for such tensors alone, and the driver receives them at the
-    same time (``stage/lent_weights.py``). Sent when the driver needs them, as before a forward.
+    same time (``stage/lending_line.py``). Sent when the driver needs them, as before a forward.
 
     Attributes:
         names: dotted names of the parameters; empty: all parameters that this rank owns and the

@@ -1,4 +1,8 @@
-"""Descriptions of tensors and of calls of a network, which a receiver needs before tensors come."""
+"""Descriptions of tensors and of calls of a network, which a receiver needs before tensors come.
+
+In the first call with a `CallKey`, specs of activations travel from stage to stage in a
+`protocol.Header`, which ``stage/forward_pass.py`` sends and receives.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -251,7 +251,7 @@ class Adoption:
             return 1
         reason = self._why_whole(found, graph, leaves, wanted)
         if reason is None:
-            self.announcements.is_split(found, graph)
+            self.announcements.say_it_is_split(found, graph)
             return wanted
         self.announcements.takes_batches_whole(found, reason)
         return 1

@@ -95,7 +95,7 @@ class Announcements:
             f"it is split: {reason.rstrip('.')}.",
         )
 
-    def is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
+    def say_it_is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
         """Say that batches of a network are split, if there is more to say about that.
 
         That is so if a part of the network takes the batch whole, or if it was not proven but only

@@ -191,7 +191,7 @@ def _refuse_late(networks: Sequence[DrivenNetwork]) -> None:
             )
 
 
-class ChosenGradients:
+class UserBackwards:
     """Runs the backward passes of the user's code on one driver.
 
     It is called in the place of the function that runs autograd's engine, and calls that function.

@@ -2,7 +2,8 @@
 
 :class:`DrivenNetwork` numbers calls and their keys, sends the workers commands
 (:mod:`lightning_hybrid.driver.commands`) and runs this rank's stages
-(:mod:`lightning_hybrid.stage.engine`).
+(:mod:`lightning_hybrid.stage.engine`). With ``rng="device"``, and if the network is several graphs,
+it takes the states of torch's generators into a call and puts them back after it.
 """
 
 from collections import deque

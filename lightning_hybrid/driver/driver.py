@@ -29,7 +29,7 @@ from lightning_hybrid.comm import (
     signals_deferred,
 )
 from lightning_hybrid.comm.protocol import Command, Placement
-from lightning_hybrid.driver.backward_passes import ChosenGradients, HeldHooks, WorkersGradients
+from lightning_hybrid.driver.backward_passes import HeldHooks, UserBackwards, WorkersGradients
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
@@ -93,7 +93,8 @@ class Driver:
         remote: the proxies of the tensors that the workers own.
         weights: moves parameters and buffers between the driver and the workers.
         gradients: averages the gradients of this replica's ranks over the replicas.
-        chosen_gradients: runs the backward passes of the user's code.
+        user_backwards: runs the backward passes of the user's code, also those for chosen weights
+            (``autograd.grad``, ``backward(inputs=)``); see ``driver/backward_passes.py``.
         optimizers: the user's optimizers, which step on all ranks of the replica.
         calls: numbers the calls of networks in the current step.
     """
@@ -169,7 +170,7 @@ class Driver:
             self.gradients.bring_to_owners,
             there,
         )
-        self.chosen_gradients = ChosenGradients(self._networks, self.gradients, hooks)
+        self.user_backwards = UserBackwards(self._networks, self.gradients, hooks)
         # (only buffers that a training step reads must be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))
         # whether the last step averaged gradients over the replicas
@@ -391,7 +392,7 @@ class Driver:
         """
         self.calls.begin(batch)
         if whole:
-            self.remote.begin_step()
+            self.remote.forget_graph()
         if self._has_state and self._synchronized:
             self.weights.broadcast_buffers(state=True)
         # (with manual optimization DDP takes each step for one that exchanges nothing)

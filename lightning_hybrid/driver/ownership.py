@@ -29,7 +29,7 @@ class Ownership:
         any_network: whether a network has been cut. Before that, workers have neither stages nor
             optimizers.
         lent: by name, the weights that workers own and stages of this rank use too. They are sent
-            in each step, from device to device (:mod:`lightning_hybrid.stage.lent_weights`).
+            in each step, from device to device (:mod:`lightning_hybrid.stage.lending_line`).
         network_of: by name of the tensor in the LightningModule, the number of its network.
     """
 

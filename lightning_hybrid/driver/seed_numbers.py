@@ -1,4 +1,8 @@
-"""Numbers the calls of networks within a training step; the numbers seed their random layers."""
+"""Gives each call of a network a number, from which its random layers are seeded.
+
+(``rng="device"`` itself, where layers draw from the generators of the code around the call:
+``driver/driven_network.py``.)
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -257,7 +257,10 @@ class Check:
             self._raised = error
 
     def _take(self, batched: Sequence[Tensor], *, writes: bool, transforms: bool = False) -> None:
-        """Fetch the network's weights, and copy the module and the arguments as they are now.
+        """Copy the module and the arguments as they are now, and fetch the network's buffers.
+
+        Its parameters are fetched too if the forward may write them, if it transforms functions, or
+        on another device than a CPU; else one by one while the copy runs.
 
         Args:
             batched: the tensors among the arguments whose first dimension is the batch.
@@ -265,7 +268,8 @@ class Check:
             transforms: whether the forward transforms functions, as `torch.vmap` does.
 
         Raises:
-            _Inconclusive: the module cannot be copied, or the copy would take too much memory.
+            _Inconclusive: the module is whole on no rank, or cannot be copied; or, with
+                ``verify="auto"``, its absent weights would take too much memory.
         """
         if not is_materialized(self.found.module):
             raise _Inconclusive("it is made in configure_model, and whole on no rank")

@@ -1,6 +1,5 @@
 """A captured network as data: where its tensors hold samples, partitions, cuts, code of stages."""
 
-from lightning_hybrid.graph.allowed_cuts import Cuts
 from lightning_hybrid.graph.cut_stages import (
     Stage,
     StageCode,
@@ -11,6 +10,7 @@ from lightning_hybrid.graph.cut_stages import (
     cut_at,
     make_stages,
 )
+from lightning_hybrid.graph.cuts_and_crossings import Cuts
 from lightning_hybrid.graph.graph import (
     Leaf,
     NetworkGraph,
@@ -31,6 +31,6 @@ from lightning_hybrid.graph.partition import (
 )
 from lightning_hybrid.graph.recurrent_layers import FREE_SEQUENCES
 from lightning_hybrid.graph.rows import Rows
-from lightning_hybrid.graph.source_places import FAILS, place_now, reason_in
+from lightning_hybrid.graph.source_places import is_users_file, place_now
 from lightning_hybrid.graph.stage_code import held_by
 from lightning_hybrid.graph.three_parts import Divided, is_running_statistic

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from lightning_hybrid._torch.graphs import is_region
 from lightning_hybrid._torch.modules import tables
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph.allowed_cuts import Cuts
+from lightning_hybrid.graph.cuts_and_crossings import Cuts
 from lightning_hybrid.graph.graph import NetworkGraph
 from lightning_hybrid.graph.mode_regions import Copier
 from lightning_hybrid.graph.partition import NetworkPartition

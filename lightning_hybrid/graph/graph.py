@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.graphs import higher_order_name, is_region
 from lightning_hybrid._torch.symbols import guards_hold, is_symbolic, symbols_in, value_with
-from lightning_hybrid.graph.annotate import Effects
+from lightning_hybrid.graph.operation_effects import Effects
 from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.source_places import input_name
 

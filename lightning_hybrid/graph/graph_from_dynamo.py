@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_hybrid._torch.symbols import captured_value, guards_of, is_symbolic, symbols_in
-from lightning_hybrid.graph.annotate import Annotations, Effects, annotate, captured_size
 from lightning_hybrid.graph.graph import Layer, Leaf, NetworkGraph, TensorInfo, is_symbol
+from lightning_hybrid.graph.operation_effects import Annotations, Effects, annotate, captured_size
 from lightning_hybrid.graph.rows import Rows
 from lightning_hybrid.graph.stage_code import held_by, stable
 

@@ -33,15 +33,15 @@ from lightning_hybrid._torch.graphs import higher_order_name
 from lightning_hybrid._torch.symbols import is_symbolic, symbols_in, value_with
 from lightning_hybrid._torch.tensors import as_they_are, schema
 from lightning_hybrid._trees import Token, rebuild, tensors_in
-from lightning_hybrid.graph.annotate import (
+from lightning_hybrid.graph.graph import NetworkGraph, SizesOfSymbols
+from lightning_hybrid.graph.mode_regions import OpenModes, modes_of
+from lightning_hybrid.graph.operation_effects import (
     FAILURES,
     arguments_of,
     called,
     memory_of,
     modes_restored,
 )
-from lightning_hybrid.graph.graph import NetworkGraph, SizesOfSymbols
-from lightning_hybrid.graph.mode_regions import OpenModes, modes_of
 from lightning_hybrid.graph.row_proof import Followed, Labelling, quiet
 from lightning_hybrid.graph.row_rules import OperatorArguments, dims_of, name_of
 from lightning_hybrid.graph.rows import Rows
@@ -160,7 +160,7 @@ class _TailRecorder(Labelling):
     stages; see `MadeOf` for Known and Sum.)
 
     Args:
-        symbols: all size symbols of the number of samples.
+        symbols: the sympy symbols that stand for the number of samples.
 
     Attributes:
         known: recorded operators that take Known tensors alone; to be run once, for all samples.

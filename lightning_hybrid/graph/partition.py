@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from lightning_hybrid.errors import NetworkError
-from lightning_hybrid.graph.allowed_cuts import Cuts
+from lightning_hybrid.graph.cuts_and_crossings import Cuts
 from lightning_hybrid.graph.graph import Layer, NetworkGraph
 
 
@@ -186,7 +186,7 @@ def best_place(graph: NetworkGraph, cuts: Cuts, first: int, last: int) -> tuple[
     """
 
     def merit(position: int) -> tuple[bool, int, int]:
-        return cuts.parts_weights(position), len(_opened(graph, position)), -position
+        return cuts.crosses_made_of_weights(position), len(_opened(graph, position)), -position
 
     places = sorted(range(first, last + 1), key=merit)
     reasons = []

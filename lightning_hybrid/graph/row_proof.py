@@ -31,15 +31,15 @@ from lightning_hybrid._torch.tensors import (
     version,
 )
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.graph.annotate import (
+from lightning_hybrid.graph.graph import NetworkGraph
+from lightning_hybrid.graph.graph_from_dynamo import rows_of_input
+from lightning_hybrid.graph.operation_effects import (
     FAILURES,
     arguments_of,
     called,
     memory_of,
     modes_restored,
 )
-from lightning_hybrid.graph.graph import NetworkGraph
-from lightning_hybrid.graph.graph_from_dynamo import rows_of_input
 from lightning_hybrid.graph.recurrent_layers import RECURRENT
 from lightning_hybrid.graph.row_rules import (
     FACTORIES,
@@ -379,7 +379,7 @@ def _is_unknown(node: fx.Node) -> bool:
 
 
 def _symbols_of(value: Any) -> set[Any]:
-    """The size symbols in a number, in a sequence of numbers, or in the shape of a tensor."""
+    """The sympy symbols in a number, in a sequence of numbers, or in the shape of a tensor."""
     numbers = value.shape if isinstance(value, Tensor) else value
     numbers = numbers if isinstance(numbers, list | tuple) else [numbers]
     return {s for n in numbers if is_symbolic(n) for s in expression(n, {}).free_symbols}
@@ -391,11 +391,12 @@ class Labelling(TorchDispatchMode):
     Nodes of a graph are run inside of it, one after the other; call `begin` before each.
 
     Args:
-        symbols: all size symbols of the number of samples.
+        symbols: the sympy symbols that stand for the number of samples (a capture may make several
+            for the same number).
 
     Attributes:
         batch: the first of the symbols, which stands for all of them in `size`.
-        symbols: all size symbols of the number of samples.
+        symbols: see above.
         tainted: symbols of sizes and numbers that follow from the values of samples.
         draws: whether the node that is running draws random numbers.
         reads: whether this node reads numbers from tensors in which there are samples.

@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_hybrid._torch.autograd import outside_of_transforms
 from lightning_hybrid._torch.symbols import captured_value, is_symbolic, symbols_in, value_with
 from lightning_hybrid._trees import rebuild, tensors_in
-from lightning_hybrid.graph.annotate import FAILURES
 from lightning_hybrid.graph.graph import joined, slices
+from lightning_hybrid.graph.operation_effects import FAILURES
 from lightning_hybrid.graph.rows import Label, Rows
 
 _SIZES = [2, 2]

@@ -108,7 +108,10 @@ class PerformanceLog(StepWatcher):
             logger.log_metrics(values, step=step - 1)  # with the number of the window's last step
 
     def _log_start(self, step: int) -> None:
-        """Log the seconds of each piece of work before the first step, unless logged already."""
+        """Log the seconds of the work done since this was last called, and forget them.
+
+        That is what networks take before their first steps, such as captures.
+        """
         spent = self._run.progress.seconds
         # (a description ends with the name of the network)
         values = {f"hybrid/start/{'_'.join(what.split()[:-1])}_s": s for what, s in spent.items()}

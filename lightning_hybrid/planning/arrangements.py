@@ -180,8 +180,9 @@ class Arrangements:
         """Predict the step of an arrangement, with equal or unequal shares, whichever is faster.
 
         Returns:
-            Seconds of a step, infinite if a device lacks memory for its stages; and the samples
-            that each replica takes, empty if all take equal numbers.
+            Seconds of a step, infinite if a device lacks memory for its stages, or if a stage with
+            copies shares a weight; and the samples that each replica takes, empty if all take equal
+            numbers.
         """
         step_s = self.equal_s(genes)
         if genes.has_copies or max(self.kinds(genes.used, genes.size)) == 0 or self.batch == 1:

@@ -153,7 +153,10 @@ def _inside(cluster: ClusterDescription, level: Level | None) -> int:
 
 
 def rings_s(ring: Ring, sizes: Sequence[float], owners: int) -> tuple[float, ...]:
-    """For each partition, the seconds of the all-reduce of its gradients; empty: there is one rank.
+    """For each partition, the seconds that its gradients add to the all-reduce.
+
+    Empty if the ring has no level of links. The first number has the latency of the ring, and the
+    others have none: such a number is not what an all-reduce of that partition alone would take.
 
     Args:
         ring: the ring, from `ring_of`.

@@ -1,4 +1,7 @@
-"""The table of a captured network: from measurements, or from counted FLOPs and bytes."""
+"""The table of a captured network: from measurements, or from counted FLOPs and bytes.
+
+FLOPs are counted in ``graph/operation_effects.py``, and become loads in ``graph/partition.py``.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -90,7 +90,7 @@ class Proxies:
     Attributes:
         device: the device of this rank.
         gradients: the gradients of the parameters.
-        in_graph: whether a proxy has entered autograd's graph in this step.
+        in_graph: whether a proxy has entered autograd's graph since :meth:`forget_graph`.
         changed: whether code on this rank, or a forward of a network, has changed a parameter or
             buffer.
     """
@@ -239,8 +239,8 @@ class Proxies:
         if self._lone:
             self._lone = _freed(self._lone, in_graph=True)
 
-    def begin_step(self) -> None:
-        """Begin a training step: forget which proxies have entered autograd's graph so far.
+    def forget_graph(self) -> None:
+        """Forget which proxies have entered autograd's graph so far.
 
         No backward through what was computed before may follow.
         """

@@ -144,7 +144,7 @@ class DriverSession:
         """
         if self._run.world.coordinates.ranks_per_replica == 1:  # one device knows all of it
             return
-        run_backwards_by(self._driver.chosen_gradients)
+        run_backwards_by(self._driver.user_backwards)
         optimizers = self._driver.optimizers
         # Clipping by a norm needs the gradients of all stages. Lightning calls the precision plugin
         # directly, not through the strategy, and the plugin may be of a user's class. So we cannot
@@ -204,8 +204,11 @@ class DriverSession:
         self._driver.begin_step(self._run.framework.batches, whole=whole)
 
     def graph_is_over(self) -> None:
-        """Note that no backward follows of what code has computed with workers' weights so far."""
-        self._driver.remote.begin_step()
+        """Forget which proxies are in autograd's graph.
+
+        Called when no backward will go through what was computed with workers' weights so far.
+        """
+        self._driver.remote.forget_graph()
 
     def require_network(self) -> None:
         """Raise an error if no network that can be cut has been called in this run so far.
@@ -423,7 +426,9 @@ class DriverSession:
     ) -> dict[str, Any]:
         """Return the state dict of the whole module (collective over the drivers).
 
-        After a failure it is made of what is left on this rank, without the other drivers.
+        While the run goes on, it asks all replicas for failures. Once the run is known to have
+        failed (`Phase.FAILED`) it raises no error of it, and returns what is left on this rank,
+        without the other drivers.
 
         Args:
             module: the LightningModule.
@@ -432,7 +437,7 @@ class DriverSession:
                 run saves sharded checkpoints.
 
         Raises:
-            Exception: a stage of some replica has failed before.
+            Exception: while the run goes on: a stage of some replica has failed before.
         """
         # else a callback saves what is left after a failure
         if self._run.world.phase is Phase.RUNNING:

@@ -21,7 +21,8 @@ from typing import Literal
 DelayedWeights = Literal["stash", "recompute", "current"]
 """What a backward uses under a delayed schedule: "stash": the weights and activations of its
 forward; "recompute": the current weights, and activations that are recomputed with them; "current":
-the current weights, and the activations of the forward."""
+the current weights, and the activations of the forward. Carried out in
+``stage/early_forwards.py``."""
 
 
 @dataclass(frozen=True)

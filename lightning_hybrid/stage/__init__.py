@@ -1,6 +1,5 @@
 """How a rank runs its stages: passes, random numbers, batch statistics, averaging of gradients."""
 
-from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import Call, Ends, Gradients, Values
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.gradient_averaging import (
@@ -9,7 +8,7 @@ from lightning_hybrid.stage.gradient_averaging import (
     broadcast_module,
     state_buffers,
 )
-from lightning_hybrid.stage.lent_weights import LendingLine
+from lightning_hybrid.stage.lending_line import LendingLine
 from lightning_hybrid.stage.module_outline import ModuleOutline
 from lightning_hybrid.stage.random_numbers import (
     generators_of_microbatch,
@@ -38,5 +37,6 @@ from lightning_hybrid.stage.staged_network import (
     tensors_of,
     write_tensors,
 )
+from lightning_hybrid.stage.synchronised_batchnorm import Synchronised
 from lightning_hybrid.stage.trace import Stopwatch, Trace, bubble, serial_s
 from lightning_hybrid.stage.weight_hooks import is_of_the_user

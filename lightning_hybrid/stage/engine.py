@@ -6,6 +6,9 @@ one (:mod:`lightning_hybrid.schedules.merged`); each keeps its own links, values
 The driver and the workers run the same engine. But the driver, which has the last stage of the
 network, also sends the inputs to stage 0 and returns the outputs.
 
+Under the schedule `1f1b` backwards run inside of the forward. The gradients of parameters are then
+put *aside* (`Call.aside`), and the user's backward adds them to ``parameter.grad``.
+
 Shapes are exchanged once. The first call with a new :class:`CallKey` sends a header before each
 micro-batch. From then on both sides know the shapes, and no headers travel.
 
@@ -38,7 +41,6 @@ from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import BACKWARD_KINDS, STREAMED
 from lightning_hybrid.stage.backward_pass import BackwardPass
-from lightning_hybrid.stage.batchnorm import Synchronised
 from lightning_hybrid.stage.calls import (
     Call,
     Ends,
@@ -59,6 +61,7 @@ from lightning_hybrid.stage.rank_stages import (
     lists_of,
 )
 from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
+from lightning_hybrid.stage.synchronised_batchnorm import Synchronised
 from lightning_hybrid.stage.trace import Trace
 
 FACTOR = TensorSpec((), torch.float64)
@@ -308,9 +311,11 @@ class Engine:
         self.passed = True
 
     def _send_aside(self, call: Call) -> None:
-        """At the end of a forward: if ``call.averages``, begin the averages that are not begun yet.
+        """At the end of a forward, begin the averages of gradients that are not begun yet.
 
-        The gradients that the call has left aside are averaged. Does not wait.
+        Under `1f1b` backwards run inside of the forward, and collect gradients in `Call.aside`. If
+        ``call.averages``, begin here to average over the replicas what those backwards have not
+        sent yet; does not wait. A call that runs no backwards takes part with no gradients.
         """
         if call.averages:
             if not call.key.inside:  # (other replicas may go back inside of their calls)

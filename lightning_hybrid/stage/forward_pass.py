@@ -1,4 +1,7 @@
-"""A forward pass of one stage, instruction by instruction."""
+"""A forward pass of one stage, instruction by instruction.
+
+In the first call with a `CallKey` it sends and receives headers with the shapes of activations.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,11 @@ _TOKEN_BYTES = _ALIGNED = 64
 
 
 class NoAddresses(HybridError):
-    """The address space of this process is limited (``ulimit -v``), and has no room for so much."""
+    """Tensors cannot be mapped into this process, whose address space is limited (``ulimit -v``).
+
+    They are of a checkpoint or of another rank; or a checkpoint keeps them in objects from which
+    they cannot be read one by one.
+    """
 
 
 class NoRoom(OSError):

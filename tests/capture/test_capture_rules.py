@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hybrid.capture import Capture, NotCaptured, own_forward
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph, Stage, cut, network_partitions, why_whole
-from lightning_hybrid.graph.allowed_cuts import Cuts
 from lightning_hybrid.graph.cut_stages import cut_at
+from lightning_hybrid.graph.cuts_and_crossings import Cuts
 from lightning_hybrid.graph.mode_regions import modes_of
 
 X = torch.linspace(-1, 1, 20).view(5, 4)

@@ -69,7 +69,7 @@ def test_a_line_is_said_once_for_each_network() -> None:
 def test_what_was_only_tried_is_named(how: str, tried: tuple[str, ...], lines: list[str]) -> None:
     told = Told()
     graph: Any = SimpleNamespace(split_by=how, tried=tried)
-    told.announcements.is_split(found(nn.Linear(2, 2)), graph)
+    told.announcements.say_it_is_split(found(nn.Linear(2, 2)), graph)
     assert len(told.lines) == len(lines)
     assert all(part in line for part, line in zip(lines, told.lines))
 

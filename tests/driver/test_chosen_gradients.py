@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid._torch.autograd import run_backwards_by
-from lightning_hybrid.driver.backward_passes import ChosenGradients
+from lightning_hybrid.driver.backward_passes import UserBackwards
 from lightning_hybrid.errors import NetworkError
 
 
@@ -44,7 +44,7 @@ def network() -> Iterator[Any]:
     )
     gradients: Any = SimpleNamespace(kept_local=nullcontext, bring_to_owners=lambda: None)
     hooks: Any = nullcontext
-    run_backwards_by(ChosenGradients([network], gradients, hooks))
+    run_backwards_by(UserBackwards([network], gradients, hooks))
     yield network
     run_backwards_by(None)
 

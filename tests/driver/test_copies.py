@@ -436,7 +436,7 @@ def test_gradients_of_chosen_weights_are_refused(replicas: Make) -> None:
     loss = loss_of(replica.model, replica(value))
     weight = layers(replica)[0].weight
     with pytest.raises(NetworkError, match="are in parts, as one of its stages has copies"):
-        replica.driver.chosen_gradients(
+        replica.driver.user_backwards(
             lambda *_, **__: (), loss, None, False, False, (weight,), False, accumulate_grad=False
         )
 

@@ -8,7 +8,7 @@ from capturing import graph_of
 from torch import nn
 
 from lightning_hybrid.graph import NetworkGraph, cut, find_boundary, make_stages, network_partitions
-from lightning_hybrid.graph.allowed_cuts import Cuts
+from lightning_hybrid.graph.cuts_and_crossings import Cuts
 from lightning_hybrid.stage.stage_check import run
 from models import ResAttNet3D
 

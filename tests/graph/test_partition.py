@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import NetworkGraph, NetworkPartition, find_boundary, network_partitions
-from lightning_hybrid.graph.allowed_cuts import Cuts
+from lightning_hybrid.graph.cuts_and_crossings import Cuts
 
 
 @cache

@@ -14,7 +14,7 @@ from capturing import InParts, outputs_and_gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.graph.annotate import annotate
+from lightning_hybrid.graph.operation_effects import annotate
 from lightning_hybrid.graph.rows import Rows
 
 slow = pytest.mark.conformance

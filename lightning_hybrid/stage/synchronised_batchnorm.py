@@ -6,6 +6,9 @@ whose micro-batch i is the union of the replicas' micro-batches i. The modules a
 (``torch.nn.SyncBatchNorm`` replaces them, needs CUDA, and works only over process groups of
 ``torch.distributed``.)
 
+Without ``sync_batchnorm=True`` each layer takes the statistics of one micro-batch of its replica,
+as torch computes them. Running statistics of stages with copies: ``stage/replayed_statistics.py``.
+
 Its collectives cannot deadlock: the replicas of a stage run the same instruction list and the same
 layers, so they call them in the same order; and that is the order of the list, in which one replica
 by itself runs without deadlock. The collectives have a group of their own, so that none is paired

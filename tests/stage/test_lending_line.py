@@ -9,7 +9,7 @@ from in_memory import MemoryGroup
 from torch import Tensor, nn
 
 from lightning_hybrid.comm.coordinates import Coordinates
-from lightning_hybrid.stage.lent_weights import LendingLine
+from lightning_hybrid.stage.lending_line import LendingLine
 
 
 def test_what_one_has_is_written_to_the_other_s_memory_in_any_order_of_it() -> None:

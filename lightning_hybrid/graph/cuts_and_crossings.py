@@ -104,7 +104,7 @@ class Cuts:
         ]
         return sorted(nodes, key=self._order.__getitem__)
 
-    def parts_weights(self, position: int) -> bool:
+    def crosses_made_of_weights(self, position: int) -> bool:
         """Whether a tensor that is computed from weights alone would cross a cut at a position.
 
         A cut there is allowed, but other positions are better.

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.comm.connections import GroupHandle
-from lightning_hybrid.stage.batchnorm import Synchronised
+from lightning_hybrid.stage.synchronised_batchnorm import Synchronised
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "samples": (nn.BatchNorm1d(3), (3,)),

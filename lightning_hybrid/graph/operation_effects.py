@@ -2,9 +2,10 @@
 
 The graph runs once on fake tensors (shapes without memory), operation by operation. For each it is
 noted which memory it writes to, which of its results share memory, whether it draws random numbers,
-whether it switches a mode, and how many floating-point operations it takes. If an operation cannot
-run without values, nothing is known of it and of all later ones: they may draw random numbers, and
-the network is not cut after it.
+whether it switches a mode, and how many floating-point operations (FLOPs) it takes. The
+FLOPs of convolutions, matrix products and attention are counted here, at the captured sizes. If an
+operation cannot run without values, nothing is known of it and of all later ones: they may draw
+random numbers, and the network is not cut after it.
 """
 
 from __future__ import annotations
