@@ -128,16 +128,26 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     # (code may depend on the order, which the paths of the parts do not tell)
     if isinstance(value, OrderedDict):
         yield f"the order of {path}", str([*value])
-    for step, inner in parts:
-        yield from _leaves(inner, _after(path, step))
+    for number, (step, inner) in enumerate(parts):
+        yield from _leaves(inner, _after(path, step, number))
 
 
-def _after(path: str, step: PathStep) -> str:
-    """Extend an expression by one step: by an attribute (``a.b``) or a key (``a['b']``)."""
+def _after(path: str, step: PathStep, number: int) -> str:
+    """Extend an expression by one step: by an attribute (``a.b``) or a key (``a['b']``).
+
+    Keys that are objects count by their number: a copy has others in their places. (And a weight,
+    as in what `toggle_optimizer` keeps, may have no memory here, so that it cannot be printed.)
+    """
     kind, key = step
+    if kind != "attr" and not all(isinstance(k, _PLAIN) for k in _parts_of(key)):
+        return f"{path}[key {number}, {type(key).__name__}]"
     if not path:
         return str(key)
     return f"{path}.{key}" if kind == "attr" else f"{path}[{key!r}]"
+
+
+def _parts_of(key: Any) -> tuple[Any, ...]:
+    return key if isinstance(key, tuple) else (key,)
 
 
 def _difference(one: Any, other: Any, epsilon: float, largest: float, *, part: bool) -> str | None:

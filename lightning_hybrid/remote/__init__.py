@@ -25,7 +25,6 @@ from lightning_hybrid.remote.deferred_maker import (
     file_parts,
     forget_made,
     has_source,
-    read_from_files,
 )
 from lightning_hybrid.remote.hollow_network import Hollow, NoMemory, watched
 from lightning_hybrid.remote.intercepted import Intercepted

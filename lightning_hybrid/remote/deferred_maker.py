@@ -51,7 +51,7 @@ from lightning_hybrid.remote.deferred import (
 from lightning_hybrid.remote.initialization_tape import Tape, View
 from lightning_hybrid.remote.intercepted import ordinary
 from lightning_hybrid.remote.mapped_files import FilePart, MappedFiles, in_mapped_file
-from lightning_hybrid.remote.own_memory import memory_for, with_memory
+from lightning_hybrid.remote.own_memory import memory_for
 from lightning_hybrid.remote.unread import is_unread
 
 
@@ -94,21 +94,6 @@ def file_parts(tensors: Mapping[str, Any]) -> dict[str, FilePart]:
     with as_they_are():
         parts = {n: tape.file_part(tensors[n], files) for n, tape in found.items() if files}
     return {name: part for name, part in parts.items() if part is not None}
-
-
-def read_from_files(tensors: Mapping[str, Any]) -> None:
-    """Turn those deferred tensors into ordinary ones whose numbers are in a file, as they are.
-
-    Args:
-        tensors: tensors by name; all others stay as they are.
-    """
-    for name, part in file_parts(tensors).items():
-        tensor = tensors[name]
-        with as_they_are():
-            if is_deferred(tensor):  # (else it has got its memory with a view of it)
-                value = with_memory(tensor, torch.device("cpu"))
-                part.read_into(value)
-                tensor._maker.give_memory(tensor, value)
 
 
 _living: weakref.WeakSet[DeferredMaker] = weakref.WeakSet()

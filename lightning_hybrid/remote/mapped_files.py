@@ -121,10 +121,6 @@ class FilePart:
         """
         memory = tensor.detach().view(-1).view(torch.uint8)
         with Path(self.file.path).open("rb", buffering=0) as opened:
-            # (what the system reads ahead by itself is too little to keep a disk busy)
-            with suppress(AttributeError, OSError):
-                whole = self.begin, memory.numel(), os.POSIX_FADV_WILLNEED
-                os.posix_fadvise(opened.fileno(), *whole)
             opened.seek(self.begin)
             for piece in memory.split(_PIECE_BYTES):
                 on_cpu = piece.device.type == "cpu"

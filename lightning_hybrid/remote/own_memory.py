@@ -7,7 +7,6 @@ process.
 """
 
 import mmap
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ def memory_for(size: int, device: torch.device) -> torch.UntypedStorage:
     if device.type != "cpu" or size < _LEAST_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.UntypedStorage(size, device=device)
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # (it will be filled: in small pages that takes three times as long)
-    with suppress(OSError, AttributeError):  # other systems than Linux, and kernels without them
-        mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
 
 

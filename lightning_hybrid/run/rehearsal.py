@@ -39,6 +39,12 @@ _SHARED_BYTES = 2**20
 counters, are copied."""
 
 
+_NO_OPTIMIZERS = (
+    "its training_step optimizes by itself (automatic_optimization=False), and there are no "
+    "optimizers before the sizes are known. Give data_parallel_size and pipeline_parallel_size"
+)
+
+
 class CannotRehearse(HybridError):
     """Raised if a training step cannot be rehearsed on a copy of the module; the text says why."""
 
@@ -108,7 +114,8 @@ def _rehearsed(
         with redirect_stdout(io.StringIO()), precision.train_step_context():
             _train_on_a_batch(training_source(trainer), copied, place, precision)
     except Exception as error:  # after the network's call it is no matter
-        problems.append(_in_words(error))
+        manual = "" if module.automatic_optimization else _NO_OPTIMIZERS
+        problems.append(manual or _in_words(error))
     if not looked.seen:
         problems += looked.problems or ["no call of a module with parameters was seen"]
         raise CannotRehearse(problems[0])

@@ -28,7 +28,6 @@ from lightning_hybrid.remote import (
     materialized_with,
     occupy,
     offload,
-    read_from_files,
     value_of,
 )
 from lightning_hybrid.stage import tensors_of
@@ -108,9 +107,7 @@ def make_here(module: nn.Module, names: Sequence[str], tied: Iterable[str]) -> N
             then on count as made in ``__init__``.
     """
     tensors, tied = tensors_of(module), tuple(tied)
-    here = {name: tensors[name] for name in (*names, *tied)}
-    read_from_files(here)
-    materialize(here.values())
+    materialize(tensors[name] for name in (*names, *tied))
     for name in names:
         occupy(tensors[name])
     for name in tied:

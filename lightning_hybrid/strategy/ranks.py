@@ -283,7 +283,8 @@ class StrategyRanks:
         self._timeout = timeout
         environment = given(self._environment, "cluster_environment")
         refuse_other_numbers(environment, self.launched, self.hosts, self.per_host)
-        Servers.lone &= self.sizes_are_open
+        # (a script that is started later could not skip a run, which has failed here)
+        Servers.lone &= self.sizes_are_open and not has_met()
         if not Servers.lone:
             self._keep_drivers()
         coordinates = self._coordinates_at(self.launched.rank)

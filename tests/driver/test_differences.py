@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid.driver.differences import differences, epsilon_of, first_samples, numbers_in
 
@@ -125,3 +125,12 @@ def test_the_precision_is_the_lowest_of_those_that_a_call_may_compute_in(
         epsilon = epsilon_of({"a": torch.ones(1, dtype=dtype), "b": torch.ones(1).bool()}, CPU)
     assert epsilon == torch.finfo(expected).eps
     assert epsilon_of({"a": 1}, CPU) == 0
+
+
+def test_keys_that_are_objects_are_told_apart_by_their_order() -> None:
+    """A copy has other objects in their places, and a weight may have no memory to be printed."""
+    weight, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    weight.untyped_storage().resize_(0)
+    one, same = {weight: 1, "a": 2, ("b", 1): 3}, {other: 1, "a": 2, ("b", 1): 3}
+    assert not differences({"state": one}, {"state": same}, EPSILON)
+    assert differences({"state": one}, {"state": {**same, other: 4}}, EPSILON)

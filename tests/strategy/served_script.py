@@ -353,6 +353,21 @@ def open_rows(folder: Path) -> Any:
     return chosen, _checkpointed(folder, 4, data_parallel_size=2, pipeline_parallel_size=2)
 
 
+def open_after_failure(folder: Path) -> Any:
+    """A run fails on rank 0 alone before sizes are chosen, and another one follows."""
+
+    class Fails(Module):
+        def prepare_data(self) -> None:
+            raise OSError("on purpose")
+
+    try:
+        trainer(folder, 2, pipeline_parallel_size="auto").fit(Fails())
+    except OSError:
+        made = trainer(folder, 2, pipeline_parallel_size="auto")
+    made.fit(Module())
+    return made.world_size, made.strategy.coordinates.ranks_per_replica
+
+
 def late_failure(folder: Path) -> Any:
     class Fails(Module):
         def setup(self, stage: str) -> None:

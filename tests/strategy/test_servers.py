@@ -85,6 +85,14 @@ def test_drivers_are_started_when_replicas_are_chosen(
 
 
 @pytest.mark.conformance
+def test_a_run_after_one_that_failed_before_sizes_were_chosen_has_one_replica(
+    tmp_path: Path,
+) -> None:
+    """A script that is started later could not skip the run that has failed."""
+    assert seen(tmp_path, "open_after_failure") == (1, 2)
+
+
+@pytest.mark.conformance
 def test_a_driver_that_fails_before_it_joins_ends_the_run_with_its_error(tmp_path: Path) -> None:
     assert seen(tmp_path, "late_failure", ranks=(1,)) == ["on purpose, late"] * 2
     code, output = start(tmp_path, "late_death")
