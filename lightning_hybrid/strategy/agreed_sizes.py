@@ -60,16 +60,18 @@ def agree_on_sizes(
     if world.coordinates.rank == 0:
         with world.choosing():
             sizes = choose_on_rank_0(trainer, ranks.config, machine, may_have)
-    # by rank 0 alone, since ranks with measurements of their own might choose different sizes
-    sizes = world.broadcast(sizes)
+    lone = world.phase is Phase.LONE
+    if not lone:
+        # by rank 0 alone, since ranks with measurements of their own might choose different sizes
+        sizes = world.broadcast(sizes)
     if sizes is not None:
         ranks.config = replace(ranks.config, sizes=sizes)
-    if world.phase is not Phase.LONE:
-        ranks.take_coordinates(machine)
-        return sizes is not None
-    if sizes is None:
+    elif lone:
         ranks.config = replace(ranks.config, data_parallel_size=1)
-    ranks.meet_as_chosen(machine, start_drivers)
+    if lone:
+        ranks.meet_as_chosen(machine, start_drivers)
+    else:
+        ranks.take_coordinates(machine)
     return sizes is not None
 
 

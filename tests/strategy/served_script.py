@@ -161,7 +161,14 @@ def optimizer(folder: Path) -> Any:
     return found
 
 
-class MadeLater(Module):
+class Validates(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    val_dataloader = Module.train_dataloader
+
+
+class MadeLater(Validates):
     """Its network is loaded in ``configure_model``; the first layers stay as they are."""
 
     def __init__(self, file: Path) -> None:
@@ -174,11 +181,6 @@ class MadeLater(Module):
             self.net.load_state_dict(torch.load(self.file, mmap=True, weights_only=True))
             for parameter in self.net.first.parameters():
                 parameter.requires_grad_(False)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.training_step(batch, batch_idx)
-
-    val_dataloader = Module.train_dataloader
 
 
 def made_later(folder: Path) -> Any:
@@ -256,20 +258,28 @@ def open_made_later(folder: Path) -> Any:
 
 def open_evaluation(folder: Path) -> Any:
     """Sizes are left open, and nothing is trained."""
-    torch.manual_seed(5)
-    torch.save(Net().double().state_dict(), folder / "net.pt")
-
-    class Made(MadeLater):
-        configure_model = Module.configure_model
 
     def validated(devices: int) -> Any:
-        module = Made(folder / "net.pt")
-        module.net = Net().double()
-        module.net.load_state_dict(torch.load(folder / "net.pt"))
+        seed_everything(3, verbose=False)
         made = trainer(folder, devices, pipeline_parallel_size="auto")
-        return made.validate(module, verbose=False)
+        return made.validate(Validates(), verbose=False)
 
     return [validated(devices) for devices in (1, 2)]
+
+
+def open_prepared(folder: Path) -> Any:
+    """`prepare_data` sets on rank 0 what the loader needs; the network would get two replicas."""
+
+    class Prepares(Module):
+        def prepare_data(self) -> None:
+            self.data = super().train_dataloader().dataset
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(self.data, batch_size=4)
+
+    made = trainer(folder, 2, pipeline_parallel_size="auto")
+    made.fit(Prepares())
+    return made.world_size, made.strategy.coordinates.ranks_per_replica
 
 
 def open_fabric(folder: Path) -> Any:

@@ -85,6 +85,11 @@ def test_drivers_are_started_when_replicas_are_chosen(
 
 
 @pytest.mark.conformance
+def test_what_only_rank_0_has_prepared_is_for_one_replica(tmp_path: Path) -> None:
+    assert seen(tmp_path, "open_prepared") == (1, 2)
+
+
+@pytest.mark.conformance
 def test_a_run_after_one_that_failed_before_sizes_were_chosen_has_one_replica(
     tmp_path: Path,
 ) -> None:
