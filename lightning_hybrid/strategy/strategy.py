@@ -232,7 +232,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         self._building = Building()
         self._plans: dict[str, Plan] = {}
         self._saves = ShardedSaves()
-        self._prepared: Prepared | None = None  # of the present run
+        self._prepared: Prepared | None = None  # up to the set-up of a run
         self._rest()
 
     def __repr__(self) -> str:
@@ -343,10 +343,12 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         refuse_lazy(self._module)
         ranks = self._ranks
         is_open = not ranks.world.has_coordinates
+        # (it refers to data, which the user may drop during the run)
+        prepared, self._prepared = given(self._prepared, "prepared"), None
         if isinstance(ranks.world, LateWorld):
             ranks.meet_late(ranks.world)
         else:
-            alone = given(self._prepared, "prepared").alone(ranks)
+            alone = prepared.alone(ranks)
             if is_open and agree_on_sizes(
                 ranks, trainer, self._may_have, self._start_drivers, alone=alone
             ):
