@@ -33,7 +33,7 @@ OUTERMOST = {
     "lightning_hybrid/parts/choice.py",
     "lightning_hybrid/parts/coming_batches.py",
     "lightning_hybrid/parts/performance_log.py",
-    "lightning_hybrid/parts/refused_steps.py",
+    "lightning_hybrid/parts/reasons_to_refuse.py",
     "lightning_hybrid/parts/run_table.py",
     "lightning_hybrid/parts/unequal_shares.py",
     "lightning_hybrid/_lightning_private.py",

@@ -268,8 +268,10 @@ def rings_of(devices: Devices) -> list[tuple[int, ...]]:
 
 
 def connect(mesh: Mesh, devices: Devices) -> None:
-    """Make the process groups that a placement needs, where they are missing.
+    """Make the process groups that a placement needs and the mesh lacks.
 
+    These are two for each pair of neighbouring stages (activations and gradients); and, if this
+    rank's stage has copies, one of all ranks with that stage in all replicas, for its gradients.
     All ranks of all replicas call this together, when a network is cut.
 
     Args:

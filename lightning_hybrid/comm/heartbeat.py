@@ -8,7 +8,7 @@ from a process that has stopped.
 Other losses are noticed elsewhere: over gloo a lost or silent peer by the rank that waits for it
 (``comm/connections.py``), over NCCL a lost rank by ``comm/nccl_guard.py``, a killed process by the
 rank that has started it (``process/killed_ranks.py``), and a stopped process by
-``process/faults.py``.
+``process/watchdogs.py``.
 """
 
 import threading

@@ -33,7 +33,7 @@ from lightning_hybrid.graph import (
     find_boundary,
     why_whole,
 )
-from lightning_hybrid.planning import Plan
+from lightning_hybrid.planning import Plan, default_number
 from lightning_hybrid.profiling import CalledNetwork, give_back_memory
 from lightning_hybrid.schedules import INSIDE, STREAMED
 from lightning_hybrid.stage import (
@@ -349,7 +349,8 @@ class Adoption:
                 f"{count(len(partitions), 'stage')}, or name another network: "
                 f"the strategy's network='...'.{_why_not_more(partitions)}"
             )
-        wanted = self.options.microbatches or _microbatches(graph, leaves, devices)
+        batch = graph.batch_of(leaves) or _first_size(leaves)
+        wanted = self.options.microbatches or default_number(devices, batch)
         # the planner measures partitions on one micro-batch
         slices = [list(leaves)]
         if wanted > 1 and not _is_one_sample(graph, leaves):
@@ -553,21 +554,6 @@ def _moved_to_network(network: nn.Module, leaves: Sequence[Tensor]) -> list[Tens
     """
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     return [leaf.to(device) for leaf in leaves]
-
-
-def _microbatches(graph: NetworkGraph, leaves: Sequence[Tensor], stages: int) -> int:
-    """The default number of micro-batches: twice ``stages``.
-
-    It is smaller if a micro-batch would have less than two samples, and at least 1. (On CPUs a
-    convolution of a single sample takes several times as long per sample.)
-
-    Args:
-        graph: the captured graph.
-        leaves: its inputs, for the whole batch.
-        stages: the number of devices of a replica.
-    """
-    batch = graph.batch_of(leaves) or _first_size(leaves)
-    return max(1, min(2 * stages, batch // 2))
 
 
 def _is_one_sample(graph: NetworkGraph, leaves: Sequence[Tensor]) -> bool:

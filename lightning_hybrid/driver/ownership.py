@@ -235,7 +235,11 @@ class Ownership:
 
     @signals_deferred
     def gradient_names(self) -> set[str]:
-        """Ask all workers which of their parameters have a gradient; give the names of these."""
+        """Return the names of the workers' parameters that have a gradient.
+
+        It may be on a worker, or in part in the driver's copy of a stage. Asks all workers, and
+        notes which of their gradients are sparse (:meth:`take` leaves those out).
+        """
         for rank in self._workers.ranks:
             self._workers.send(rank, protocol.NameGradients())
         answers = self._workers.hear(self._workers.ranks)

@@ -30,7 +30,7 @@ from lightning_hybrid._lightning_private import begin_batches_alone
 from lightning_hybrid.comm import BackgroundThread, GroupWire, run_pending, signals_deferred
 from lightning_hybrid.driver import Driver
 from lightning_hybrid.errors import HybridError, PlanError
-from lightning_hybrid.parts.refused_steps import exchanges_more, steps_otherwise
+from lightning_hybrid.parts.reasons_to_refuse import exchanges_more, steps_otherwise
 from lightning_hybrid.run import Part, Run
 
 ORDER = "asynchronous_order.csv"

@@ -15,7 +15,7 @@ from lightning_hybrid._lightning_private import (
 from lightning_hybrid.comm import Survivors
 from lightning_hybrid.driver import Driver
 from lightning_hybrid.errors import PlanError
-from lightning_hybrid.parts.refused_steps import exchanges_more, steps_otherwise
+from lightning_hybrid.parts.reasons_to_refuse import exchanges_more, steps_otherwise
 from lightning_hybrid.process import Children
 from lightning_hybrid.run import Part, Run
 

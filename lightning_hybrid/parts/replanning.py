@@ -29,7 +29,7 @@ device nearest to its plan counts as planned."""
 OF_A_BATCH = 0.2
 """A device is slow only if it is behind its plan by more than this share of a batch's time."""
 
-WORTHWHILE = 1.1
+WORTH_NEW_CUTS = 1.1
 """New cuts are used only if the predicted step becomes so many times shorter. To cut anew costs
 some seconds, and speeds of processors, measured twice, differ by a tenth without any reason."""
 
@@ -219,8 +219,8 @@ class Replanning(StepWatcher):
         except PlanError as error:
             self._keep(name, f"with these speeds {error}")
             return {}
-        if best.cuts == plan.cuts or now.step_s < WORTHWHILE * best.step_s:
-            self._keep(name, f"no other cuts make a step {WORTHWHILE} times shorter")
+        if best.cuts == plan.cuts or now.step_s < WORTH_NEW_CUTS * best.step_s:
+            self._keep(name, f"no other cuts make a step {WORTH_NEW_CUTS} times shorter")
             return {}
         self._why += (
             f", and a step is predicted to take {best.step_s:.3g} s instead of {now.step_s:.3g} s"

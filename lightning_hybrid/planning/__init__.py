@@ -3,6 +3,7 @@
 from lightning_hybrid.planning.cluster_description import ClusterDescription, DeviceSpec, Level
 from lightning_hybrid.planning.fastest_sizes import Machine, fastest_sizes
 from lightning_hybrid.planning.memory_check import gigabytes
+from lightning_hybrid.planning.microbatch_numbers import default_number
 from lightning_hybrid.planning.partition_table import COUNTED, PartitionTable, TiedWeight
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.plan_page import plan_page

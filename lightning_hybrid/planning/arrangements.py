@@ -46,7 +46,7 @@ MOST_TURNS = 3
 _MOST_SIMULATED = 128
 """Largest product of micro-batches and devices of a replica for which stages may have copies: their
 step is simulated, which takes long."""
-_STARTS = 16
+_MOST_KEPT = 16
 """Largest number of arrangements that the search begins with, each of another shape."""
 _OFTEN = (0.33, 0.57, 0.66, 0.8, 0.9, 0.95)
 """Cumulative probabilities of the first six of the seven moves in `Arrangements.neighbour`."""
@@ -737,7 +737,7 @@ def starts_of(
         rng: random numbers.
 
     Returns:
-        At most `_STARTS` arrangements, the best first.
+        At most `_MOST_KEPT` arrangements, the best first.
     """
     seated = [space.seated(genes) for genes in seeds]
     found = [*seated, *_orders(space, seated), *_screened(space, evaluations // 25, rng)]
@@ -745,7 +745,7 @@ def starts_of(
     for genes in _best(space, found):
         kind = genes.replicas, len(genes.copies), genes.has_copies, genes.turns
         kinds.setdefault(kind, genes)
-    return [*kinds.values()][:_STARTS]
+    return [*kinds.values()][:_MOST_KEPT]
 
 
 def _orders(space: Arrangements, found: Sequence[Arrangement]) -> list[Arrangement]:
@@ -762,7 +762,7 @@ def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arr
     """Try many shapes on random orders of the devices, and keep the best of them.
 
     All shapes are tried on a few orders, the better half of them on a few more, and so on, until at
-    most ``2 * _STARTS`` are left.
+    most ``2 * _MOST_KEPT`` are left.
 
     Args:
         space: arrangements of the network.
@@ -770,7 +770,7 @@ def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arr
         rng: random numbers.
 
     Returns:
-        At most ``2 * _STARTS`` arrangements, the best first, each of another shape.
+        At most ``2 * _MOST_KEPT`` arrangements, the best first, each of another shape.
     """
     if len(space.cluster.devices) <= _ALL_SHAPES:
         shapes = [*space.shapes()]
@@ -780,7 +780,7 @@ def _screened(space: Arrangements, count: int, rng: RandomGenerator) -> list[Arr
     while True:
         laid = [space.laid(genes, rng) for genes in found for _ in range(_ORDERS)]
         found = _best(space, [*found, *(genes for genes in laid if genes is not None)])
-        if len(found) <= 2 * _STARTS:
+        if len(found) <= 2 * _MOST_KEPT:
             return found
         del found[len(found) // 2 :]
 

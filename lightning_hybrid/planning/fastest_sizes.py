@@ -22,7 +22,7 @@ from lightning_hybrid.planning.run_cluster import (
     memory_of_rank,
 )
 from lightning_hybrid.planning.shapes import (
-    WORTHWHILE,
+    WORTH_STAGES,
     Shape,
     ShapeRequest,
     rank_shapes,
@@ -99,7 +99,7 @@ class ChosenSizes:
 
     Attributes:
         best: the sizes with the shortest time of a batch. Replicas of one stage are preferred,
-            unless several stages take at most :data:`WORTHWHILE` of their time.
+            unless several stages take at most 0.95 (:data:`WORTH_STAGES`) of their time.
         others: for each other number of stages the best sizes that fit into memory, the fastest
             first; the times of much slower ones are estimates.
         alone_s: predicted seconds of a batch on a single device.
@@ -116,7 +116,7 @@ class ChosenSizes:
         for other in self.others[:2]:
             lines.append(f"Next: {_predicted(other)}")
             if other.batch_s < best.batch_s:
-                lines[-1] += f" Stages are taken where they save {1 - WORTHWHILE:.0%} or more."
+                lines[-1] += f" Stages are taken where they save {1 - WORTH_STAGES:.0%} or more."
         if self.alone_s < best.batch_s:
             lines.append(
                 f"One device alone is predicted to take {_seconds(self.alone_s)} for a batch, less "

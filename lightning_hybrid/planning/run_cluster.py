@@ -16,7 +16,7 @@ as equal after a long measurement."""
 GRID = 0.05
 """Measured relative speeds are rounded to multiples of this, so that small disturbances by other
 processes do not change a plan."""
-WORTHWHILE = 1.05
+WORTH_REORDERING = 1.05
 """`order_ranks` changes the order of the ranks only if the sum of the stages' speeds grows by this
 factor at least."""
 
@@ -409,8 +409,8 @@ def order_ranks(
     All replicas have the same cuts and wait for each other in every step, so a stage is as fast as
     its slowest device. The sum of these speeds over the stages is largest if devices are sorted by
     speed and divided into blocks, one for each stage. Rank 0 keeps index 0, so its block is that of
-    the drivers. If the sum grows by less than `WORTHWHILE`, the ranks keep their order: neighbours
-    in rank are often neighbours in the machine.
+    the drivers. If the sum grows by less than `WORTH_REORDERING`, the ranks keep their order:
+    neighbours in rank are often neighbours in the machine.
 
     Args:
         speeds: by rank, the speed of its device.
@@ -433,7 +433,7 @@ def order_ranks(
         return dealt
     # neighbours in rank are often neighbours in the machine: keep them for a small gain
     gain = _together(speeds, dealt, stages) / _together(speeds, as_they_are, stages)
-    return dealt if gain >= WORTHWHILE else as_they_are
+    return dealt if gain >= WORTH_REORDERING else as_they_are
 
 
 def _together(speeds: Sequence[float], order: Sequence[int], stages: int) -> float:

@@ -22,7 +22,7 @@ the activations of one micro-batch and run their forward again in the backward.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 
 from lightning_hybrid.errors import PlanError
@@ -32,6 +32,7 @@ from lightning_hybrid.planning.copied_stages import best_cuts, devices_of_copies
 from lightning_hybrid.planning.looped_placements import improved
 from lightning_hybrid.planning.memory_check import MemoryFit, gigabytes, what_lacks, what_would_fit
 from lightning_hybrid.planning.memory_needed import remaining
+from lightning_hybrid.planning.microbatch_numbers import divisors, numbers_to_try
 from lightning_hybrid.planning.partition_table import PartitionTable
 from lightning_hybrid.planning.plan import Plan
 from lightning_hybrid.planning.planner import plan_within
@@ -44,7 +45,7 @@ from lightning_hybrid.schedules import INSIDE, STREAMED
 SPARE = 0.1
 """Fraction of each device's memory that `rank_shapes` leaves free if any shape fits so: the memory
 of a step is predicted, and what the process and other code take is not known."""
-WORTHWHILE = 0.95
+WORTH_STAGES = 0.95
 """Shapes of several stages are preferred to replicas of one stage only if their predicted time per
 sample is at most this fraction: predictions are off by some percent, and replicas alone train
 exactly as under DDP."""
@@ -61,7 +62,7 @@ the number of all devices."""
 _ALL_COPIED = 4
 """Largest number of unlike devices for which `_joint` tries all shapes with copies; with more
 devices `improve` alone searches them."""
-_STARTS = 100
+_MOST_IMPROVED = 100
 """Largest number of shapes that `improve` is given to begin with."""
 _QUICK = 400
 """Largest product of partitions and devices for which a search for cuts takes a moment."""
@@ -131,17 +132,12 @@ class ShapeRequest:
         """List the numbers of micro-batches to try for a plain shape, rising.
 
         Args:
-            size: number of devices of a replica; with one device there is one micro-batch.
+            size: number of devices of a replica.
             batch: number of samples in a replica's batch.
         """
-        if size == 1:  # there is no other stage to overlap with
-            return [1]
-        if self.microbatches is not None:
+        if size > 1 and self.microbatches is not None:
             return [self.microbatches]
-        # two samples at least, if possible: kernels may take a slow path for a single one
-        limit = max(batch // 2, min(batch, 2))
-        tried = {2, size, 2 * size, 4 * size, *_divisors(batch, 4 * size)} - {1}
-        return [1, *filter(self.splits, (m for m in sorted(tried) if m <= limit))]
+        return numbers_to_try(size, batch, self.splits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +226,7 @@ def rank_shapes(
     """Rank the ways (shapes) to use a cluster: those that fit into memory first, the fastest first.
 
     They are compared by predicted time per sample. Replicas of one device win unless several
-    devices a replica need less than :data:`WORTHWHILE` of their time.
+    devices a replica need less than :data:`WORTH_STAGES` of their time.
 
     Args:
         networks: For each network a function from samples per micro-batch to the costs of its
@@ -259,8 +255,8 @@ def rank_shapes(
 def _ranked(
     networks: Sequence[CostsOf], cluster: ClusterDescription, batch: int, asked: ShapeRequest
 ) -> list[Shape]:
-    divisors = _divisors(batch, _MOST_MICROBATCHES)
-    numbers = [m for m in divisors if m == 1 or asked.splits(m)] if asked.wide else [1]
+    possible = divisors(batch, _MOST_MICROBATCHES)
+    numbers = [m for m in possible if m == 1 or asked.splits(m)] if asked.wide else [1]
     spaces = [
         Arrangements(costs_of, cluster, batch, numbers, may_go_inside=inside)
         for costs_of, inside in zip(networks, asked.inside or [False] * len(networks))
@@ -294,7 +290,7 @@ def _plain(
     seats, speeds = order[:number], spaces[0].cluster.relative_speeds
     estimates = [space.estimated() for space in spaces]
     guesses = []
-    for size in _divisors(len(seats)):
+    for size in divisors(len(seats)):
         replicas = len(seats) // size
         if not asked.allowed(replicas, size) or all(size > s.partitions for s in spaces):
             continue
@@ -507,7 +503,7 @@ def _joint(space: Arrangements, asked: ShapeRequest, found: Sequence[Shape]) -> 
     starts: dict[object, Arrangement] = {}
     for shape in sorted([*seeds, *alone], key=_rank):
         genes = shape.arrangement
-        if shape.fits and len(starts) < _STARTS:
+        if shape.fits and len(starts) < _MOST_IMPROVED:
             starts.setdefault((genes.replicas, genes.copies, genes.turns), genes)
     best = improve(space, [*starts.values()])
     return alone if best is None else [*alone, _shape(space, best, "descent")]
@@ -698,14 +694,9 @@ def _refined(space: Arrangements, shape: Shape) -> Shape:
 def _rank(shape: Shape) -> tuple[bool, float, int, int]:
     """Sort key: shapes that fit into memory first, then by predicted time per sample.
 
-    A single stage is preferred by `WORTHWHILE`. Of shapes that are equal but for rounding errors,
+    A single stage is preferred by `WORTH_STAGES`. Of shapes that are equal but for rounding errors,
     the one with fewer stages, then with fewer micro-batches, comes first.
     """
     it, sample_s = shape.arrangement, shape.step_s / shape.samples
-    rated = float(f"{sample_s * (WORTHWHILE if it.size == 1 else 1.0):.9g}")
+    rated = float(f"{sample_s * (WORTH_STAGES if it.size == 1 else 1.0):.9g}")
     return not shape.fits, rated, len(it.ends), it.microbatches
-
-
-@lru_cache
-def _divisors(number: int, most: int | None = None) -> tuple[int, ...]:
-    return tuple(d for d in range(1, min(number, most or number) + 1) if number % d == 0)

@@ -12,11 +12,7 @@ from lightning_hybrid.process.device_survey import (
     known_machine,
     look_around,
 )
-from lightning_hybrid.process.faults import (
-    is_loss,
-    is_unnamed_loss,
-    read_fault,
-)
+from lightning_hybrid.process.first_fault import is_loss, is_unnamed_loss, read_fault
 from lightning_hybrid.process.joining import (
     LETTING_GO_S,
     History,

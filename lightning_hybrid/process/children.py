@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from lightning_hybrid.errors import RemoteError
-from lightning_hybrid.process.faults import GRACE_S
+from lightning_hybrid.process.watchdogs import GRACE_S
 
 # waits for a line from the process that has started it; if its pipe closes instead, kills the ranks
 # (and only then says so: nobody may read that any more, and to write would end it)

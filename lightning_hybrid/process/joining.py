@@ -196,7 +196,11 @@ def drop_what_driver_lacks(driver: History) -> None:
 
 
 def drop_group() -> None:
-    """Drop the group of all ranks, so that the next run makes another one, if there is a group."""
+    """Give up this process's group of all ranks and its store, without waiting for other ranks.
+
+    It is a group of gloo beside torch's default one. The next run makes another one. Nothing
+    happens if there is none.
+    """
     if _Process.everyone is not None:
         _Process.everyone.world.drop()
         _Process.everyone = None

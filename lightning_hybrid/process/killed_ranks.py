@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from lightning_hybrid.comm import BackgroundThread, end_process
 from lightning_hybrid.process.children import Children, not_caught
-from lightning_hybrid.process.faults import GRACE_S
+from lightning_hybrid.process.watchdogs import GRACE_S
 
 _LOOK_EVERY_S = 0.2
 

@@ -25,8 +25,8 @@ from torch import nn
 
 from lightning_hybrid.comm import Coordinates
 from lightning_hybrid.planning import Machine
-from lightning_hybrid.process.faults import HostWatch
 from lightning_hybrid.process.joining import MEETING_TIMEOUT, History
+from lightning_hybrid.process.watchdogs import HostWatch
 from lightning_hybrid.stage import ModuleOutline, StageOptions
 
 

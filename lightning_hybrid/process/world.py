@@ -30,8 +30,7 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Cluster
 from lightning_hybrid.process.children import Children
-from lightning_hybrid.process.faults import (
-    FaultWatchdog,
+from lightning_hybrid.process.first_fault import (
     first_fault,
     is_loss,
     read_fault,
@@ -39,6 +38,7 @@ from lightning_hybrid.process.faults import (
     tell_lost,
 )
 from lightning_hybrid.process.joining import Everyone, Joined, forget, meet_all
+from lightning_hybrid.process.watchdogs import FaultWatchdog
 from lightning_hybrid.stage import tensors_of
 
 T = TypeVar("T")

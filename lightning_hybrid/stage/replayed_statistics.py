@@ -99,11 +99,16 @@ class ReplayedStatistics:
             return {name: tensor.data for name, tensor in stage.changed().items()}
 
     def _update(self, written: dict[str, Tensor], added: dict[str, Tensor], here: Tensor) -> None:
-        """Update statistics as one micro-batch's forward would, without waiting for the device.
+        """Add one micro-batch, which any copy may have computed, to this copy's statistics.
+
+        With a momentum of m, and a layer that the forward has called u times, a running mean or
+        variance becomes (1 - m) ** u times what it was, plus ``added``. The device is not waited
+        for.
 
         Args:
             written: by name, the statistics to update.
-            added: by name, what the micro-batch's forward has made of statistics of zero.
+            added: by name, what the layer wrote in the micro-batch's forward, where its statistics
+                began with zero.
             here: a tensor with 1; or with 0 if the forward has failed, and then ``added`` has
                 zeros.
         """

@@ -376,11 +376,12 @@ class StrategyRanks:
         self.meet(self._backend, self._timeout)
 
     def ranks_to_serve(self, *, scripted: bool) -> Collection[int]:
-        """Return the local ranks whose processes are to be servers: all workers, if they are known.
+        """Choose the local ranks whose processes are to be servers; may set open sizes.
 
-        While sizes are open, these are all but rank 0, which runs the script alone until sizes are
-        chosen. If the script cannot be started again, or there are servers already, open sizes are
-        set to one replica here. With several hosts no workers are known: all ranks run the script.
+        If sizes are given, these are all workers. While sizes are open, these are all but rank 0,
+        which runs the script alone until sizes are chosen. If the script cannot be started again,
+        or there are servers already, open sizes are set to one replica here. With several hosts
+        there are no servers: all ranks run the script.
 
         Args:
             scripted: whether the script can be started again in other processes.

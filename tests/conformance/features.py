@@ -45,7 +45,7 @@ TITLES = {
 
 REFUSED = {
     "tests/strategy/test_refusals.py": "*",
-    "tests/parts/test_refused_steps.py": "*",
+    "tests/parts/test_reasons_to_refuse.py": "*",
     "tests/driver/test_adoption.py": "*are_refused",
     "tests/run/test_replica_world.py": "test_a_loader_that_was_made_for_all_processes_is_refused",
     "tests/planning/test_plan.py": "test_a_plan_for_another_network_says_which_partitions_differ",

@@ -53,13 +53,13 @@ class SendsGradientsToLogits(GoesBackInsideOfItsCall):
         return 2 * loss.exp() + 0.1 * logits.square().mean()
 
 
-class AccumulatesWhatIsAside(GoesBackInsideOfItsCall):
+class AccumulatesTwoBatchesInside(GoesBackInsideOfItsCall):
     """Two batches a step, clipped by norm."""
 
     options: ClassVar = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 
-class SkipsWhatIsAside(GoesBackInsideOfItsCall):
+class SkipsABackwardInside(GoesBackInsideOfItsCall):
     """`training_step` returns `None` every other time, after the call."""
 
     shapes = (ONE_OF_TWO, ONE_OF_THREE)  # Lightning allows that on one device alone
@@ -69,7 +69,7 @@ class SkipsWhatIsAside(GoesBackInsideOfItsCall):
         return None if batch_idx % 2 else loss
 
 
-class ScalesWhatIsAside(GoesBackInsideOfItsCall):
+class ScalesItsLossInside(GoesBackInsideOfItsCall):
     """`precision="16-mixed"` with a scaler whose scale grows, and clipping."""
 
     tolerance = 5e-3  # in half precision

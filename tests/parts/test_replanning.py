@@ -13,7 +13,7 @@ from lightning_hybrid.parts import device_times, replanning
 from lightning_hybrid.parts.replanning import (
     FIRST,
     WINDOW,
-    WORTHWHILE,
+    WORTH_NEW_CUTS,
     BusyWindow,
     Replanning,
     planned_busy_s,
@@ -139,7 +139,7 @@ def test_what_does_not_last_brings_none(windows: list[tuple[float, float]]) -> N
 @pytest.mark.parametrize(
     ("best", "reason"),
     [
-        (plan("a.b", 1.01 / WORTHWHILE), "no other cuts make a step 1.1 times shorter"),
+        (plan("a.b", 1.01 / WORTH_NEW_CUTS), "no other cuts make a step 1.1 times shorter"),
         (plan("b", 0.1), "no other cuts"),
         (None, "with these speeds nothing fits"),
     ],

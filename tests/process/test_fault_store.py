@@ -13,8 +13,9 @@ from lightning_hybrid.comm import threads
 from lightning_hybrid.comm.connections import ConnectionLost
 from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.travelling_errors import Failure
-from lightning_hybrid.process import faults
-from lightning_hybrid.process.faults import FaultWatchdog, first_fault, tell_lost
+from lightning_hybrid.process import watchdogs
+from lightning_hybrid.process.first_fault import first_fault, tell_lost
+from lightning_hybrid.process.watchdogs import FaultWatchdog
 
 HERE = Coordinates(1, 1, 3)
 NAMES = {rank: f"rank {rank}" for rank in range(3)}
@@ -56,8 +57,8 @@ class Flaky:
 def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Set where this process would have been killed."""
     event = threading.Event()
-    monkeypatch.setattr(faults, "_LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(faults, "GRACE_S", 0.1)
+    monkeypatch.setattr(watchdogs, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(watchdogs, "GRACE_S", 0.1)
     monkeypatch.setattr(threads.os, "kill", lambda *_: event.set())
     return event
 
@@ -149,7 +150,7 @@ def test_what_gloo_says_of_a_lost_peer_is_of_no_use_elsewhere() -> None:
 def test_who_waits_gives_up_on_a_rank_that_shows_no_sign_of_life_and_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(faults, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(watchdogs, "_LOOK_EVERY_S", 0.02)
     store = dist.HashStore()
     watches = [watched(store, Coordinates(rank, 1, 3), timeout_s=1) for rank in range(3)]
     look = watches[0].wait_for(NAMES, "a barrier")

@@ -15,7 +15,7 @@ from ports import free_port
 from test_exact_training import one_device as one_device_of
 from training_script import train
 
-from lightning_hybrid.process.faults import GRACE_S
+from lightning_hybrid.process.watchdogs import GRACE_S
 
 pytestmark = [
     pytest.mark.conformance,

@@ -113,6 +113,7 @@ def test_a_script_without_a_file_says_that_it_cannot_be_started_again(source: st
 def test_other_ranks_do_not_start_without_a_file(
     monkeypatch: pytest.MonkeyPatch, file: str | None
 ) -> None:
+    """Code that is not in a file, outside of a notebook: no other rank could start it."""
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__=file))
     monkeypatch.setattr(sys, "argv", ["-"])
     run = trainer(4, data_parallel_size=2)
@@ -154,6 +155,7 @@ def test_before_ranks_start_that_have_no_room_for_the_network_configure_model_is
 
 
 def test_accelerators_without_groups_are_refused() -> None:
+    """Accelerators other than CPUs and CUDA devices (MPS)."""
     for name in ("cpu", "cuda:1"):
         refuse_device(torch.device(name))
     with pytest.raises(PlanError, match=r"not on 'mps'\. Use accelerator='cpu' or"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import USUAL, Training
 
-from lightning_hybrid.process.faults import GRACE_S
+from lightning_hybrid.process.watchdogs import GRACE_S
 
 SCRIPT = Path(__file__).with_name("served_script.py")
 pytestmark = pytest.mark.distributed

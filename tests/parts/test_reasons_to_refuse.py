@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     ],
 )
 def test_asynchronous_replicas_step_once_a_batch(arguments: dict[str, Any], text: str) -> None:
-    """Gradients of several batches with `Asynchronous` replicas, by number or by a scheduler."""
+    """`accumulate_grad_batches` or a `GradientAccumulationScheduler` with `Asynchronous`."""
     accumulating: Any = Trainer(accelerator="cpu", logger=False, **arguments)
     accumulating.strategy.connect(BoringModel())
     run: Any = SimpleNamespace(
