@@ -4,6 +4,7 @@ from lightning_hybrid.driver.discovery import Discovery
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.driver.foreseen_calls import ForeseenCalls
+from lightning_hybrid.driver.gradient_clipping import GradientClipping
 from lightning_hybrid.driver.network_options import DriverOptions, Planner
 from lightning_hybrid.driver.optimizer_kinds import register_optimizer
 from lightning_hybrid.driver.progress import StartProgress

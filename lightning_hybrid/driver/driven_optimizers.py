@@ -1,4 +1,4 @@
-"""The user's optimizers on the driver, whose steps, clipping and unscaling reach all ranks."""
+"""The user's optimizers on the driver, whose steps and states are those of all ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,15 +18,11 @@ from lightning_hybrid.comm import (
     signals_deferred,
 )
 from lightning_hybrid.comm.protocol import (
-    ClipNorm,
-    ClipValues,
-    GradientNorm,
     Hyperparameters,
     OptimizerCommand,
     OutlineStates,
     StepOptimizer,
     TakeOptimizers,
-    Unscale,
     ZeroGrad,
 )
 from lightning_hybrid.driver.commands import Commands
@@ -49,14 +45,9 @@ from lightning_hybrid.state import (
     TensorAddress,
     complete,
     gather_states,
-    gradient_norms,
-    gradients_of,
     let_go_of_checkpoints,
     outlined,
-    parameters_of,
     ship,
-    total_norm,
-    unscale,
 )
 
 T = TypeVar("T")
@@ -319,7 +310,7 @@ class DrivenOptimizers:
         self.before_step()
         if self._ownership.any_network:  # else nobody would hear of the precision
             precision = CallPrecision.current(self._device)
-            self._tell(
+            self.tell(
                 StepOptimizer(index, changed, None if precision == self._precision else precision)
             )
             self._precision = precision
@@ -348,7 +339,7 @@ class DrivenOptimizers:
             known = (self._names.get(id(p), "") for group in groups for p in group["params"])
             # a gradient that code here still refers to keeps its numbers, as on one device
             self._commands.remote.release_gradients(known)
-        self._tell(ZeroGrad(index, set_to_none))
+        self.tell(ZeroGrad(index, set_to_none))
 
     def bring_gradients_to_owners(self) -> None:
         """Bring all gradients to the owners of their parameters, before they are used."""
@@ -386,7 +377,7 @@ class DrivenOptimizers:
             unread: whether tensors of workers stay there until they are read; see :meth:`unread`.
         """
         divides = self._others is not None and bool(self._links)
-        link = self._links[self._index(optimizer)] if divides else None
+        link = self._links[self.index_of(optimizer)] if divides else None
         if self._others is None or link is None or link.divided is None:
             with self.unread() if unread else nullcontext():
                 return optimizer.state_dict() if here else {}
@@ -408,7 +399,7 @@ class DrivenOptimizers:
             return optimizer.state_dict()
         with self._others.gathered():
             found = optimizer.state_dict()
-        if self._links[self._index(optimizer)].divided is None:
+        if self._links[self.index_of(optimizer)].divided is None:
             return found
         self._say(
             "hybrid_gabra: the run has failed, and shard_states=True leaves each replica "
@@ -532,7 +523,7 @@ class DrivenOptimizers:
         with self._commands.remote.at_hand(remote):
             yield
 
-    def _tell(self, command: OptimizerCommand) -> None:
+    def tell(self, command: OptimizerCommand) -> None:
         """Send the workers a command about an optimizer, after its new groups, if there are any.
 
         Before the first network is cut nothing is sent: workers have no optimizers then.
@@ -550,76 +541,7 @@ class DrivenOptimizers:
         if not self._links[index].sent or self._links[index].has_new_groups:
             self.ship()
 
-    # ------------------------------------------------------------------ gradients of one
-
-    @signals_deferred
-    def clip_norm(
-        self,
-        optimizer: Optimizer,
-        max_norm: float,
-        order: float = 2.0,
-        *,
-        finite: bool = False,
-    ) -> Tensor:
-        """Scale the gradients on all ranks so that their common norm is at most ``max_norm``.
-
-        Args:
-            optimizer: the user's optimizer; the gradients are those of its parameters.
-            max_norm: the bound.
-            order: p of the p-norm.
-            finite: whether a norm that is not finite is an error.
-
-        Returns:
-            The norm before scaling, a scalar.
-
-        Raises:
-            RuntimeError: the norm is not finite, and ``finite``; nothing was scaled.
-        """
-        index, max_norm, order = self._index(optimizer), float(max_norm), float(order)
-        parameters = parameters_of(optimizer)
-
-        def compute() -> tuple[Tensor, Tensor]:
-            # one norm per parameter, not per rank, so that they are added up as on one device
-            known = [p for p in parameters if id(p) in self._names]
-            others = [p for p in parameters if id(p) not in self._names]
-            with as_they_are():
-                return gradient_norms(known, order), gradient_norms(others, order)
-
-        answers, (mine, driver_only) = self._beside(GradientNorm(index, order), compute)
-        norms = [mine, *(norm for answer in answers for _, norm in answer.tensors)]
-        total = total_norm(norms, driver_only, order)
-        if finite and not total.isfinite():
-            raise RuntimeError(
-                f"The total norm of order {order} for gradients is {total.item()}, so it cannot be "
-                "clipped. To scale the gradients all the same, give error_if_nonfinite=False."
-            )
-        self._tell(ClipNorm(index, max_norm, total.item(), total.dtype))
-        with as_they_are():
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-        return total
-
-    @signals_deferred
-    def unscale(self, optimizer: Optimizer, factor: Tensor) -> bool:
-        """Multiply the gradients on all ranks by a factor, to undo loss scaling before a step.
-
-        Args:
-            optimizer: the user's optimizer; the gradients are those of its parameters.
-            factor: the factor, a scalar.
-
-        Returns:
-            Whether a gradient is not finite; the same on all replicas, since gradients are averages
-            over all of them.
-        """
-
-        def compute() -> bool:
-            with as_they_are():
-                return unscale(gradients_of(optimizer), factor)
-
-        command = Unscale(self._index(optimizer), factor.item())
-        answers, mine = self._beside(command, compute)
-        return mine or any(answer.holds for answer in answers)
-
-    def _beside(
+    def ask_beside(
         self, command: OptimizerCommand, compute: Callable[[], T]
     ) -> tuple[list[Answer], T]:
         """Have the workers carry out a command about an optimizer, and compute something meanwhile.
@@ -639,13 +561,12 @@ class DrivenOptimizers:
         self._commands.remote.flush()
         return [], compute()
 
-    def clip_values(self, optimizer: Optimizer, bound: float) -> None:
-        """Clamp the gradients of an optimizer's parameters on all ranks to [-bound, bound]."""
-        self._tell(ClipValues(self._index(optimizer), float(bound)))
-        with as_they_are():
-            nn.utils.clip_grad_value_(parameters_of(optimizer), bound)
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether all ranks have a parameter, as it is not one that a hook has added here."""
+        return id(parameter) in self._names
 
-    def _index(self, optimizer: Optimizer) -> int:
+    def index_of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer of the user's, or of Lightning's wrapper around it."""
         known = self.optimizers
         # (not `hasattr(optimizer, "optimizer")`: a class of the user's may have that attribute too)
         if optimizer not in known:

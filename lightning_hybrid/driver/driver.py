@@ -33,6 +33,7 @@ from lightning_hybrid.driver.backward_passes import HeldHooks, UserBackwards, Wo
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
+from lightning_hybrid.driver.gradient_clipping import GradientClipping
 from lightning_hybrid.driver.network_options import DriverOptions
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.seed_numbers import StepCalls
@@ -96,6 +97,7 @@ class Driver:
         user_backwards: runs the backward passes of the user's code, also those for chosen weights
             (``autograd.grad``, ``backward(inputs=)``); see ``driver/backward_passes.py``.
         optimizers: the user's optimizers, which step on all ranks of the replica.
+        clipping: clips and unscales gradients on all ranks of the replica.
         calls: numbers the calls of networks in the current step.
     """
 
@@ -162,6 +164,7 @@ class Driver:
         self.optimizers = DrivenOptimizers(
             start, mesh, self.commands, self._ownership, self.gradients, files, options
         )
+        self.clipping = GradientClipping(self.optimizers)
         self._shards = options.shards and here.replicas > 1
         there = WorkersGradients(self._networks, self.commands, self._ownership)
         hooks = HeldHooks(

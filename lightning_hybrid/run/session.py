@@ -32,6 +32,7 @@ from lightning_hybrid.driver import (
     DrivenOptimizers,
     Driver,
     DriverOptions,
+    GradientClipping,
     Planner,
     bring_here,
 )
@@ -145,15 +146,15 @@ class DriverSession:
         if self._run.world.coordinates.ranks_per_replica == 1:  # one device knows all of it
             return
         run_backwards_by(self._driver.user_backwards)
-        optimizers = self._driver.optimizers
+        clipping = self._driver.clipping
         # Clipping by a norm needs the gradients of all stages. Lightning calls the precision plugin
         # directly, not through the strategy, and the plugin may be of a user's class. So we cannot
         # override these methods in a subclass, and replace them on the object.
         vars(self._run.precision).update(
-            clip_grad_by_norm=optimizers.clip_norm, clip_grad_by_value=optimizers.clip_values
+            clip_grad_by_norm=clipping.clip_norm, clip_grad_by_value=clipping.clip_values
         )
         for scaler in scalers_of(self._run.precision):
-            replace_unscaling(scaler, optimizers.unscale)
+            replace_unscaling(scaler, clipping.unscale)
 
     def _release(self) -> None:
         """Undo :meth:`_intercept`."""
@@ -267,6 +268,11 @@ class DriverSession:
     def optimizers(self) -> DrivenOptimizers:
         """The user's optimizers, which step on all ranks of the replica."""
         return self._driver.optimizers
+
+    @property
+    def clipping(self) -> GradientClipping:
+        """Clips and unscales gradients on all ranks of the replica."""
+        return self._driver.clipping
 
     def connect_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Have the user's optimizers step on all ranks, in place of those that were given before.

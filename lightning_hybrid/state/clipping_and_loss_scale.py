@@ -2,7 +2,7 @@
 
 Each rank takes the norms of its own gradients. The driver asks for them, and tells all ranks the
 norm of all gradients, by which each scales its own
-(:meth:`lightning_hybrid.driver.driven_optimizers.DrivenOptimizers.clip_norm`).
+(``driver/gradient_clipping.py``).
 The scaler of ``precision="16-mixed"`` is on the driver: each rank unscales its own gradients, and
 if one is not finite on any rank, all ranks skip the step.
 """

@@ -448,7 +448,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
         """
         self.precision.unscale_gradients(self._known(optimizer))
-        return self._driving.optimizers.clip_norm(
+        return self._driving.clipping.clip_norm(
             optimizer, float(max_norm), float(norm_type), finite=error_if_nonfinite
         )
 
@@ -466,7 +466,7 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
             HybridError: the optimizer was not set up.
         """
         self.precision.unscale_gradients(self._known(optimizer))
-        self._driving.optimizers.clip_values(optimizer, float(clip_val))
+        self._driving.clipping.clip_values(optimizer, float(clip_val))
 
     def _known(self, optimizer: Optimizer) -> Optimizer:
         if optimizer not in self._optimizers:

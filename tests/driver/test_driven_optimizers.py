@@ -59,7 +59,7 @@ def test_gradients_are_clipped_by_their_common_norm(
     replicas: Any, devices: tuple[int, ...], order: float
 ) -> None:
     trained = Trained(replicas, devices)
-    norm = trained.optimizers.clip_norm(trained.mine, 0.01, order)
+    norm = trained.replica.driver.clipping.clip_norm(trained.mine, 0.01, order)
     expected = nn.utils.clip_grad_norm_(trained.reference.parameters(), 0.01, order)
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
     trained.assert_same_gradients()
@@ -72,14 +72,14 @@ def test_a_norm_that_must_be_finite_and_is_not_leaves_gradients_as_they_are(
     before = gradients(trained.module)
     trained.replica.modules[1].get_parameter("net.0.bias").grad[0] = torch.inf
     with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 for gradients is inf"):
-        trained.optimizers.clip_norm(trained.mine, 0.01, finite=True)
+        trained.replica.driver.clipping.clip_norm(trained.mine, 0.01, finite=True)
     [*finite] = zip(gradients(trained.module)[2:], before[2:], strict=True)
     assert all(torch.equal(now, then) for now, then in finite)
 
 
 def test_gradients_are_clamped_on_all_ranks(replicas: Any) -> None:
     trained = Trained(replicas, (1, 2, 0))
-    trained.optimizers.clip_values(trained.mine, 0.001)
+    trained.replica.driver.clipping.clip_values(trained.mine, 0.001)
     nn.utils.clip_grad_value_(trained.reference.parameters(), 0.001)
     trained.assert_same_gradients()
 
@@ -87,7 +87,9 @@ def test_gradients_are_clamped_on_all_ranks(replicas: Any) -> None:
 def test_unscaled_gradients_are_not_those_that_were_read_before(replicas: Any) -> None:
     trained = Trained(replicas, (1, 0))
     before = gradients(trained.module)
-    assert not trained.optimizers.unscale(trained.mine, torch.tensor(0.5, dtype=torch.float64))
+    assert not trained.replica.driver.clipping.unscale(
+        trained.mine, torch.tensor(0.5, dtype=torch.float64)
+    )
     assert all(torch.equal(a, b / 2) for a, b in zip(gradients(trained.module), before))
 
 
@@ -98,7 +100,9 @@ def test_a_gradient_that_is_not_finite_is_found_wherever_it_is(replicas: Any, ra
     worker = trained.replica.modules[1]
     bias = {0: trained.module.net[-2].bias, 1: worker.get_parameter("net.0.bias")}[rank]
     bias.grad[0] = torch.inf
-    assert trained.optimizers.unscale(trained.mine, torch.tensor(0.5, dtype=torch.float64))
+    assert trained.replica.driver.clipping.unscale(
+        trained.mine, torch.tensor(0.5, dtype=torch.float64)
+    )
 
 
 def test_zero_grad_and_add_param_group_reach_the_workers(replicas: Any) -> None:
