@@ -14,7 +14,6 @@ from lightning_hybrid.comm import (
     CallPrecision,
     Mesh,
     TensorSpec,
-    gather_objects,
     signals_deferred,
 )
 from lightning_hybrid.comm.protocol import (
@@ -40,13 +39,9 @@ from lightning_hybrid.errors import PlanError
 from lightning_hybrid.state import (
     OtherReplicas,
     ReplicaOfState,
-    StatesByName,
     StateShares,
     TensorAddress,
-    complete,
-    gather_states,
     let_go_of_checkpoints,
-    outlined,
     ship,
 )
 
@@ -70,6 +65,11 @@ class DrivenOptimizers:
         streamed_by: name of the schedule, if it begins with later batches early; then no optimizer
             may step as a whole on the driver. Empty: no network has such a schedule.
         before_step: called before the workers step.
+        links: for each of the optimizers what has the workers do the same; empty: none is
+            connected.
+        names: by ``id``, the names of the parameters that all ranks have.
+        others: which states other replicas have; ``None``: replicas do not divide them.
+        stays: whether workers' states stay there until they are read, see :meth:`unread`.
     """
 
     def __init__(
@@ -90,28 +90,28 @@ class DrivenOptimizers:
             for name, p in module.named_parameters()
             if options.shared is None or name in options.shared
         }
-        self._names = {id(p): name for name, p in self._parameters.items()}
+        self.names = {id(p): name for name, p in self._parameters.items()}
         self._device = commands.remote.device
         self._commands = commands
         self._ownership = ownership
         self._gradients = gradients
         self._files = files
         self.optimizers: list[Optimizer] = []
-        self._links: list[OptimizerLink] = []
+        self.links: list[OptimizerLink] = []
         self._precision: CallPrecision | None = None  # the one that was last sent to the workers
         self.streamed_by = ""
-        self._stays = False  # whether states stay with the workers, see `unread`
+        self.stays = False
         self.before_step: Callable[[], None] = lambda: None
         self._mesh = mesh
         self._replica = mesh.coordinates.dp_rank
         self._all_here = not commands.workers.ranks
         replicas, self._replica_of = mesh.coordinates.replicas, ReplicaOfState()
         self._shares: StateShares | None = None
-        self._others: OtherReplicas | None = None
+        self.others: OtherReplicas | None = None
         if options.shards and replicas > 1:
-            self._others = OtherReplicas(self._names, self._replica, replicas)
-            self._replica_of = self._others.replica_of
-            self._shares = StateShares(mesh.data_parallel, self._names, self._replica_of)
+            self.others = OtherReplicas(self.names, self._replica, replicas)
+            self._replica_of = self.others.replica_of
+            self._shares = StateShares(mesh.data_parallel, self.names, self._replica_of)
 
     def __deepcopy__(self, memo: object) -> "DrivenOptimizers":
         """The object itself: a copy of a Trainer that refers to it drives the same workers."""
@@ -135,9 +135,9 @@ class DrivenOptimizers:
             return
         self.close()
         self.optimizers = list(optimizers)
-        self._links = []
-        self._links = [
-            OptimizerLink(optimizer, self._names, index, self, self._others)
+        self.links = []
+        self.links = [
+            OptimizerLink(optimizer, self.names, index, self, self.others)
             for index, optimizer in enumerate(optimizers)
         ]
         self.ship()
@@ -148,7 +148,7 @@ class DrivenOptimizers:
         Afterwards the optimizers have the states of this rank alone; :meth:`bring_states` adds
         those of the workers.
         """
-        for link in self._links:
+        for link in self.links:
             link.close()
 
     # ------------------------------------------------------------------ shipping
@@ -196,12 +196,12 @@ class DrivenOptimizers:
         """
         parameters = self._parameters
         # first of all: one that steps whole keeps all of its states on this rank
-        for link in self._links:
+        for link in self.links:
             self._begin_sending(link)
-        whole = [link.whole for link in self._links]
+        whole = [link.whole for link in self.links]
         # where all states are here, they replace those of the workers
-        fresh = tuple([index for index, link in enumerate(self._links) if link.is_back])
-        for link in self._links:
+        fresh = tuple([index for index, link in enumerate(self.links) if link.is_back])
+        for link in self.links:
             link.silence_state()
         self._divide(parameters)
         for worker in self._commands.workers.ranks:
@@ -214,11 +214,11 @@ class DrivenOptimizers:
             )
             # (a state stays here until all workers that have copies of its stage have got it)
             left = (owned & parameters.keys()).difference(*later)
-            for link in self._links:
+            for link in self.links:
                 link.drop_states(parameters[name] for name in left)
             # loaded states are mapped from the checkpoint's file: free the pages that were sent
             let_go_of_checkpoints()
-        for link in self._links:
+        for link in self.links:
             link.shipped()
 
     def _divide(self, parameters: Mapping[str, Parameter]) -> None:
@@ -230,9 +230,9 @@ class DrivenOptimizers:
         Args:
             parameters: by name, the parameters that all ranks have.
         """
-        if self._shares is None or self._others is None or not self._steps_all:
+        if self._shares is None or self.others is None or not self._steps_all:
             return
-        divided = [link.optimizer for link in self._links if link.divided]
+        divided = [link.optimizer for link in self.links if link.divided]
         known = {id(p) for o in divided for group in o.param_groups for p in group["params"]}
         # frozen ones apart, so that those that have states are divided evenly
         sizes: dict[tuple[bool, int], dict[str, int]] = {}
@@ -242,7 +242,7 @@ class DrivenOptimizers:
                     kind = not parameter.requires_grad, self._ownership.rank_of(name)
                     sizes.setdefault(kind, {})[name] = parameter.nbytes
         for (_, owner), named in sorted(sizes.items()):
-            self._others.divide(owner, named)
+            self.others.divide(owner, named)
         for optimizer in divided:
             self._shares.drop(optimizer)
 
@@ -278,20 +278,20 @@ class DrivenOptimizers:
         It is for a run that has failed, as long as the workers can be asked. (After a run that has
         ended well see :meth:`bring_states`.)
         """
-        for link in self._links:
+        for link in self.links:
             link.gather_state()
 
     def bring_states(self) -> None:
         """After :meth:`close`: put the states of all ranks of the replica into the optimizers."""
-        for link in self._links:
+        for link in self.links:
             link.bring_state()
 
     def forget(self) -> None:
         """After the run: drop the optimizers, which a reference to this object would keep alive."""
-        for link in self._links:
+        for link in self.links:
             link.forget()
         self.optimizers = []
-        self._links = []
+        self.links = []
 
     # -------------------------------------------- what an optimizer link asks for, and states
 
@@ -336,7 +336,7 @@ class DrivenOptimizers:
         """
         if set_to_none:
             groups = self.optimizers[index].param_groups
-            known = (self._names.get(id(p), "") for group in groups for p in group["params"])
+            known = (self.names.get(id(p), "") for group in groups for p in group["params"])
             # a gradient that code here still refers to keeps its numbers, as on one device
             self._commands.remote.release_gradients(known)
         self.tell(ZeroGrad(index, set_to_none))
@@ -362,107 +362,16 @@ class DrivenOptimizers:
         """
         if not self._ownership.any_network:
             return {}
-        return self._states_there(index) if self._stays else self._files.states(index)
-
-    @signals_deferred
-    def state_dict(self, optimizer: Optimizer, *, here: bool, unread: bool) -> dict[str, Any]:
-        """The state dict that one device would have, with the states of all ranks.
-
-        Where states are divided over the replicas, all drivers call this together.
-
-        Args:
-            optimizer: the user's optimizer.
-            here: whether this rank gets the state dict; else it gets an empty one. Where states are
-                divided it may be true on replica 0 alone, which gets those of the others.
-            unread: whether tensors of workers stay there until they are read; see :meth:`unread`.
-        """
-        divides = self._others is not None and bool(self._links)
-        link = self._links[self.index_of(optimizer)] if divides else None
-        if self._others is None or link is None or link.divided is None:
-            with self.unread() if unread else nullcontext():
-                return optimizer.state_dict() if here else {}
-        with self.unread() if unread else nullcontext():
-            # collective: every driver sends its states, and replica 0 alone has the whole
-            others = self._states_of_others(link)
-            if not here:
-                return {}
-            with self._others.gathered():
-                return complete(link.optimizer, optimizer.state_dict(), self._names, others)
-
-    def state_dict_of_this_rank(self, optimizer: Optimizer) -> dict[str, Any]:
-        """After a run has failed: make the state dict of an optimizer from what this rank has.
-
-        It has the form of one device. Where replicas divide its states it has none of them, since
-        other replicas can be asked no more; the user is told so.
-        """
-        if self._others is None:
-            return optimizer.state_dict()
-        with self._others.gathered():
-            found = optimizer.state_dict()
-        if self._links[self.index_of(optimizer)].divided is None:
-            return found
-        self._say(
-            "hybrid_gabra: the run has failed, and shard_states=True leaves each replica "
-            f"a part of the states of {type(optimizer).__name__}: what is saved now has none of "
-            "them, and a run that goes on from it begins with new ones."
-        )
-        return {**found, "state": {}}
-
-    def share_of(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The checkpoint without the states that other replicas are known to have.
-
-        Loading moves states to the devices of their parameters, which may have no room for all.
-
-        Args:
-            checkpoint: a checkpoint with ``optimizer_states``; it is not changed.
-        """
-        others = self._others
-        if others is None:
-            return checkpoint
-        left = []
-        for link, state in zip(self._links, checkpoint["optimizer_states"]):
-            if link.divided is None:  # (the state dict may be of any form that its class likes)
-                left.append(state)
-                continue
-            numbers = [number for group in state["param_groups"] for number in group["params"]]
-            parameters = [p for group in link.optimizer.param_groups for p in group["params"]]
-            away = {number for number, p in zip(numbers, parameters) if others.have(p)}
-            mine = {number: s for number, s in state["state"].items() if number not in away}
-            left.append({**state, "state": mine})
-        return {**checkpoint, "optimizer_states": left}
-
-    def _states_of_others(self, link: OptimizerLink) -> StatesByName:
-        """Bring the states that other replicas have to replica 0 (collective over the drivers).
-
-        Args:
-            link: the link of the optimizer.
-
-        Returns:
-            On the driver of replica 0, by name of the parameter its state by key: mapped from
-            files, or inside of :meth:`unread` with unread tensors. What others get is not used.
-        """
-        index = self._links.index(link)
-        mine = link.states_here() | ({} if link.is_back else self.state(index))
-        if not self._stays:
-            return gather_states(self._mesh.drivers, mine, self._files.folder)
-        with as_they_are():
-            outlines = {name: outlined(state) for name, state in mine.items()}
-        everyones = gather_objects(self._mesh.drivers, outlines)
-        return {
-            name: self._unread_all(index, replica, name, state)
-            for replica, states in enumerate(everyones)
-            for name, state in states.items()
-            if replica
-        }
+        return self._states_there(index) if self.stays else self._files.states(index)
 
     @contextmanager
     def unread(self) -> Iterator[None]:
         """Inside, workers' states in state dicts are unread tensors, fetched when they are read."""
-        self._stays = True
+        self.stays = True
         try:
             yield
         finally:
-            self._stays = False
+            self.stays = False
 
     def _states_there(self, index: int) -> dict[str, dict[str, Any]]:
         """Outline the workers' states of an optimizer: tensors stay there until they are read.
@@ -475,12 +384,12 @@ class DrivenOptimizers:
         """
         answers = self._commands.ask(OutlineStates(index))
         return {
-            name: self._unread_all(index, self._replica, name, state)
+            name: self.unread_state(index, self._replica, name, state)
             for answer in answers
             for name, state in answer.value.items()
         }
 
-    def _unread_all(
+    def unread_state(
         self, index: int, replica: int, name: str, state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The state of one parameter, with unread tensors for those that another rank has.
@@ -507,7 +416,7 @@ class DrivenOptimizers:
             owned: its address, with the number of the optimizer.
         """
         assert owned.optimizer is not None
-        found: Tensor = self._links[owned.optimizer].states_here()[owned.name][owned.state]
+        found: Tensor = self.links[owned.optimizer].states_here()[owned.name][owned.state]
         return found
 
     @contextmanager
@@ -518,7 +427,7 @@ class DrivenOptimizers:
         """
         with as_they_are():
             ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        names = (self._names.get(i) for i in ids)
+        names = (self.names.get(i) for i in ids)
         remote = [name for name in names if name in self._ownership.network_of]
         with self._commands.remote.at_hand(remote):
             yield
@@ -538,7 +447,7 @@ class DrivenOptimizers:
         Args:
             index: number of the optimizer.
         """
-        if not self._links[index].sent or self._links[index].has_new_groups:
+        if not self.links[index].sent or self.links[index].has_new_groups:
             self.ship()
 
     def ask_beside(
@@ -563,7 +472,7 @@ class DrivenOptimizers:
 
     def knows(self, parameter: Tensor) -> bool:
         """Whether all ranks have a parameter, as it is not one that a hook has added here."""
-        return id(parameter) in self._names
+        return id(parameter) in self.names
 
     def index_of(self, optimizer: Optimizer) -> int:
         """Return the number of an optimizer of the user's, or of Lightning's wrapper around it."""

@@ -35,6 +35,7 @@ from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
 from lightning_hybrid.driver.gradient_clipping import GradientClipping
 from lightning_hybrid.driver.network_options import DriverOptions
+from lightning_hybrid.driver.optimizer_state_dicts import OptimizerStateDicts
 from lightning_hybrid.driver.ownership import Ownership
 from lightning_hybrid.driver.seed_numbers import StepCalls
 from lightning_hybrid.driver.stage_distribution import Distribution
@@ -98,6 +99,7 @@ class Driver:
             (``autograd.grad``, ``backward(inputs=)``); see ``driver/backward_passes.py``.
         optimizers: the user's optimizers, which step on all ranks of the replica.
         clipping: clips and unscales gradients on all ranks of the replica.
+        state_dicts: makes state dicts of optimizers, of the states of all ranks.
         calls: numbers the calls of networks in the current step.
     """
 
@@ -165,6 +167,7 @@ class Driver:
             start, mesh, self.commands, self._ownership, self.gradients, files, options
         )
         self.clipping = GradientClipping(self.optimizers)
+        self.state_dicts = OptimizerStateDicts(self.optimizers, mesh, files, options.say)
         self._shards = options.shards and here.replicas > 1
         there = WorkersGradients(self._networks, self.commands, self._ownership)
         hooks = HeldHooks(

@@ -25,6 +25,10 @@ class GradientClipping:
     def __init__(self, optimizers: DrivenOptimizers) -> None:
         self._optimizers = optimizers
 
+    def __deepcopy__(self, memo: object) -> "GradientClipping":
+        """The object itself: a copy of a Trainer, which holds its methods, has the same ranks."""
+        return self
+
     @signals_deferred
     def clip_norm(
         self,

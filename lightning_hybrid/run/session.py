@@ -29,10 +29,10 @@ from lightning_hybrid.comm import (
 from lightning_hybrid.driver import (
     Batches,
     Discovery,
-    DrivenOptimizers,
     Driver,
     DriverOptions,
     GradientClipping,
+    OptimizerStateDicts,
     Planner,
     bring_here,
 )
@@ -265,9 +265,9 @@ class DriverSession:
             gradients.synchronize = before
 
     @property
-    def optimizers(self) -> DrivenOptimizers:
-        """The user's optimizers, which step on all ranks of the replica."""
-        return self._driver.optimizers
+    def state_dicts(self) -> OptimizerStateDicts:
+        """Makes state dicts of the user's optimizers, of the states of all ranks."""
+        return self._driver.state_dicts
 
     @property
     def clipping(self) -> GradientClipping:
@@ -489,9 +489,9 @@ class DriverSession:
         """
         if self._run.world.phase is Phase.RUNNING:
             self.fence()
-            optimizers = self._driver.optimizers
-            return optimizers.state_dict(optimizer, here=here, unread=self._saves_shards)
-        return self._driver.optimizers.state_dict_of_this_rank(optimizer) if here else {}
+            unread = self._saves_shards
+            return self._driver.state_dicts.state_dict(optimizer, here=here, unread=unread)
+        return self._driver.state_dicts.of_this_rank(optimizer) if here else {}
 
     @property
     def _saves_shards(self) -> bool:

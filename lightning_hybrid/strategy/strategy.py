@@ -683,7 +683,7 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         let_go_of_checkpoints()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(self._driving.optimizers.share_of(checkpoint))
+        super().load_optimizer_state_dict(self._driving.state_dicts.share_of(checkpoint))
 
 
 def _zero_grad(optimizer: Optimizer, *arguments: Any, **keywords: Any) -> None:

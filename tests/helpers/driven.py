@@ -1,6 +1,7 @@
 """A driver and its workers in one process: the workers are threads, the network is really cut."""
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 from threading import Lock, Thread
@@ -12,6 +13,7 @@ from in_memory import MemoryGroup
 from nccl_rules import StrictGroupOfRank, StrictReplica
 from pipelines import ALONE, CPU
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from lightning_hybrid.capture import Capture
 from lightning_hybrid.capture.watched_calls import own_forward
@@ -396,3 +398,41 @@ def train(replica: Replica, optimizer: torch.optim.Optimizer) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+class TrainedBeside:
+    """A replica and one device, with the same gradients.
+
+    Args:
+        replicas: makes replicas.
+        devices: ``pp_rank`` of each stage.
+        kind: of the optimizer.
+    """
+
+    def __init__(self, replicas: Any, devices: tuple[int, ...], kind: Any = SGD) -> None:
+        self.module = model()
+        self.reference = deepcopy(self.module)
+        self.replica: Replica = replicas(self.module, devices)
+        self.mine = kind(self.module.parameters(), lr=0.1)
+        self.theirs = kind(self.reference.parameters(), lr=0.1)
+        self.optimizers = self.replica.driver.optimizers
+        self.clipping = self.replica.driver.clipping
+        self.optimizers.connect([self.mine])
+        self.backward()
+
+    def backward(self) -> None:
+        [value] = batches(1)
+        loss_of(self.module, self.replica(value)).backward()
+        self.replica.driver.gradients.after_backward()
+        loss_of(self.reference, self.reference.net(value)).backward()
+
+    def assert_same_gradients(self) -> None:
+        torch.testing.assert_close(
+            gradients(self.module), gradients(self.reference), rtol=1e-12, atol=1e-12
+        )
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    """Copies of the gradients of a module's parameters, of those that have one."""
+    found = [p.grad for p in module.parameters()]
+    return [gradient.clone() for gradient in found if gradient is not None]

@@ -109,7 +109,7 @@ class Driven:
     def __init__(self, run: Run | None = None, parts: Sequence[Part] = ()) -> None:
         self.notes: list[Any] = []
         self.run, self.driver = run or make_run(), Notes(self.notes)
-        for part in ("remote", "weights", "gradients", "optimizers", "clipping"):
+        for part in ("remote", "weights", "gradients", "optimizers", "clipping", "state_dicts"):
             setattr(self.driver, part, Notes(self.notes))
         self.driver.weights.changed = False
         with patch.multiple(
