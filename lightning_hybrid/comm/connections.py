@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hybrid._torch.autograd import unrecorded
+from lightning_hybrid.comm.tags import ReservedTag
 from lightning_hybrid.comm.threads import BackgroundThread, end_process
 from lightning_hybrid.comm.travelling_errors import is_late
 from lightning_hybrid.errors import HybridError, RemoteError
@@ -37,8 +38,6 @@ UNKNOWN_PEER = "a rank of the group"
 """The two names stand for the peer in an error of a collective, which cannot tell which rank is
 lost."""
 _UNKNOWN = (ANOTHER_REPLICA, UNKNOWN_PEER)
-_PROBED = 2**20
-"""Tag of the receives that only probe a connection; no send has it."""
 GRACE_S = 8.0
 """How many seconds a send may go on waiting for a peer that is known to be gone."""
 _LOOK_EVERY_S = 1.0
@@ -297,7 +296,9 @@ class GroupWire:
             ConnectionLost: the peer is gone.
         """
         if self._group.name() == "gloo":
-            start(self._group.recv, [torch.empty(1)], self._other, _PROBED, peer=self.peer)
+            start(
+                self._group.recv, [torch.empty(1)], self._other, ReservedTag.PROBE, peer=self.peer
+            )
 
 
 class _GroupTransfer:

@@ -31,6 +31,7 @@ from lightning_hybrid.comm.coordinates import Coordinates
 from lightning_hybrid.comm.network_interface import chosen_interface
 from lightning_hybrid.comm.replica_channels import EdgeWires, ReplicaWires
 from lightning_hybrid.comm.survivors import Survivors
+from lightning_hybrid.comm.tags import TAGS_OF_A_PLACEMENT, ReservedTag
 from lightning_hybrid.comm.threads import BackgroundThread
 from lightning_hybrid.errors import PlanError
 
@@ -38,11 +39,6 @@ CPU = torch.device("cpu")
 # Before a run one rank may prepare data for hours while the others wait for it.
 WORLD_TIMEOUT = timedelta(days=1)
 _LEAVING_S = 2.0
-_TAGS_OF_A_PLACEMENT = 2**12
-"""Number of wire tags that are reserved for each placement. Channels have tags below this
-number; the k-th placement (from 1) has the tags from k times this number."""
-_MEETS = _TAGS_OF_A_PLACEMENT - 1
-"""Tag of the bytes by which ranks tell each other that they are about to make a group."""
 
 
 def make_group(
@@ -190,7 +186,7 @@ class Mesh(ReplicaWires):
             return self._rings[devices]
         placement = "-".join(map(str, devices))
         wires: dict[int, EdgeWires] = {}
-        first_tag = (1 + len(self._rings)) * _TAGS_OF_A_PLACEMENT
+        first_tag = (1 + len(self._rings)) * TAGS_OF_A_PLACEMENT
         for edge, ends in enumerate(zip(devices, (*devices[1:], devices[0]))):
             if here.pp_rank in ends and ends[0] != ends[1]:
                 me = ends.index(here.pp_rank)  # the sender of the activations is 0
@@ -220,7 +216,7 @@ class Mesh(ReplicaWires):
         Raises:
             ConnectionLost: one of them is lost.
         """
-        wires = [self.wire(rank, _MEETS) for rank in others]
+        wires = [self.wire(rank, ReservedTag.ABOUT_TO_MAKE_A_GROUP) for rank in others]
         sent = torch.zeros(1, dtype=torch.uint8)
         received = [torch.zeros_like(sent) for _ in wires]
         transfers = [wire.send(sent) for wire in wires]

@@ -13,9 +13,8 @@ import torch
 
 from lightning_hybrid.comm.connections import ConnectionLost, Transfer
 from lightning_hybrid.comm.mesh import Mesh
+from lightning_hybrid.comm.tags import ReservedTag
 from lightning_hybrid.comm.threads import BackgroundThread
-
-_TAG = 2**12 - 1  # neither the tag of a channel for words nor of a placement
 
 
 class NcclGuard:
@@ -31,8 +30,8 @@ class NcclGuard:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, here = mesh, mesh.coordinates
         ranks = here.ranks_per_replica
-        self._after = mesh.wire((here.pp_rank + 1) % ranks, _TAG)
-        self._before = mesh.wire((here.pp_rank - 1) % ranks, _TAG)
+        self._after = mesh.wire((here.pp_rank + 1) % ranks, ReservedTag.GUARD)
+        self._before = mesh.wire((here.pp_rank - 1) % ranks, ReservedTag.GUARD)
         self._said: Transfer | None = None  # kept, since a send that is dropped does not arrive
         BackgroundThread(self._listen, "hybrid-guard", awaited=True).start()
 

@@ -90,6 +90,13 @@ def test_where_all_end_in_order_nothing_is_ended_and_a_second_run_has_guards_of_
     assert not any(each.aborted.wait(0.2) for each in ranks)
 
 
+def test_guarded_ranks_meet_to_make_groups(replica: Any) -> None:
+    ranks = replica(3)
+    groups = together(*(lambda mesh=each.mesh: mesh.siblings([2, 1, 0]) for each in ranks))
+    assert sorted(group.rank() for group in groups) == [0, 1, 2]
+    assert not any(each.aborted.is_set() for each in ranks)
+
+
 def test_over_gloo_nobody_needs_one(replica: Any) -> None:
     [_, worker] = replica(2)
     assert NcclGuard.where_needed(worker.mesh) is None
