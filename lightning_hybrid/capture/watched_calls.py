@@ -8,7 +8,7 @@ first call of one of them, from outside of any other, tells which module the use
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -45,6 +45,12 @@ class WatchedForward:
     def __signature__(self) -> inspect.Signature:
         """That of the module's own ``forward``: libraries leave out arguments that it lacks."""
         return inspect.signature(own_forward(self._module))
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the module's own ``forward``, for which ``torch.export`` asks."""
+        code: CodeType = own_forward(self._module).__code__
+        return code
 
     # a torch.compile of the user's around the call must not look into the handler
     @torch.compiler.disable  # type: ignore[untyped-decorator]

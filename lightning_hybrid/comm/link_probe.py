@@ -106,7 +106,7 @@ def probe_all_reduce(device: torch.device) -> Spread:
     Args:
         device: device of this rank, in whose memory the tensor is.
     """
-    load = torch.zeros(LARGE_BYTES // 4, device=device)
+    load = torch.zeros(LARGE_BYTES // 4, dtype=torch.float32, device=device)
     dist.barrier()
     return Spread.of(_times(lambda: dist.all_reduce(load), _FEW, device))
 
@@ -123,7 +123,7 @@ def probe_flops(device: torch.device, width: int = 1024) -> float:
     Returns:
         This rank's FLOP/s, the median of several measurements.
     """
-    a, b = (torch.ones(width, width, device=device) for _ in range(2))
+    a, b = (torch.ones(width, width, dtype=torch.float32, device=device) for _ in range(2))
     dist.barrier()
     times = _times(lambda: torch.mm(a, b), _FEW, device)
     return 2 * width**3 / statistics.median(times)

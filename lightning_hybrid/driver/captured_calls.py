@@ -67,7 +67,15 @@ def why_on_driver() -> str | None:
         return f"is called inside of a mode that sees each operation ({type(mode).__name__})"
     if in_functional_call():
         return "is called by torch.func.functional_call, which gives it weights"
+    if _is_traced():
+        return "is called by torch.jit.trace or torch.export"
     return None
+
+
+def _is_traced() -> bool:
+    """Whether the call that is made now is recorded, to be run elsewhere."""
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return tracing or torch.compiler.is_exporting()
 
 
 class LoggingLater:
@@ -192,8 +200,14 @@ class CapturedCalls:
             What the network's ``forward`` returns.
 
         Raises:
-            NetworkError: the call can neither be captured nor run on the driver.
+            NetworkError: the call can neither be captured nor run on the driver; or it is traced.
         """
+        if _is_traced():
+            raise NetworkError(
+                f"{found.shown} is traced or exported ({place_now()}) while several ranks have "
+                "its weights. Trace a copy, which has all of them: copy.deepcopy(module); or do it "
+                "after the run."
+            )
         # (where it uses weights of other ranks, their proxies fetch them)
         if why_on_driver() is not None:
             return found.forward(*arguments, **keywords)

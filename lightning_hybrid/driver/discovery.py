@@ -63,7 +63,8 @@ from lightning_hybrid.stage import is_of_the_user, tensors_of
 class Discovery:
     """Finds the networks of one LightningModule during one run, on a driver, and has them cut.
 
-    From its making to :meth:`close` it intercepts calls of modules that are possibly networks.
+    Until :meth:`close` it intercepts calls of modules that are possibly networks: in a run that
+    trains from its making on, in another one from :meth:`begin` on.
 
     Args:
         module: the LightningModule.
@@ -107,7 +108,16 @@ class Discovery:
             self._watched = {
                 name: WatchedModule(name, candidate) for name, candidate in found.items()
             }
-            self._watch(self._watched.values())
+        if options.trains:
+            self.begin()
+
+    def begin(self) -> None:
+        """Intercept calls from now on.
+
+        In an evaluation the loop calls this as it begins. What is called before, possibly on one
+        driver alone (by a logger that draws the graph), runs on the driver and cuts nothing.
+        """
+        self._watch(self._watched.values())
 
     @property
     def found(self) -> bool:

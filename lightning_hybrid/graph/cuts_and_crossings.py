@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, TypeGuard
+
 import torch
 from torch import fx
 
 from lightning_hybrid._torch.graphs import is_enter_autocast
 from lightning_hybrid.graph.graph import Layer, NetworkGraph
 from lightning_hybrid.graph.source_places import place_of
+
+_SPLITS = {"split", "chunk", "unbind", "tensor_split", "split_with_sizes"}
+"""Operations, as methods or functions, whose results are views that do not overlap."""
 
 
 class Cuts:
@@ -64,7 +72,8 @@ class Cuts:
         A position p is inside of a span if first < p <= last. For each memory that is changed in
         place, the span reaches from the layer that makes it to the last layer that changes it: a
         copy on another rank would not see the change. For memory that several outputs share, the
-        span reaches to the end, since the user may write to an output.
+        span reaches to the end, since the user may write to an output. (Pieces of one split do not
+        overlap, so that a write to one is not seen in another.)
 
         Args:
             count: the number of layers.
@@ -89,10 +98,34 @@ class Cuts:
             if node in self.graph.memory and self._made.get(node, -1) >= 0:
                 sharing.setdefault(self.graph.memory[node], []).append(node)
         for number, nodes in sharing.items():
-            if len(nodes) > 1:
-                names = " and ".join(_shown(node) for node in nodes[:2])
+            both = self._overlapping(nodes)
+            if both is not None:
+                names = " and ".join(map(_shown, both))
                 lives.append((first[number], count, f"outputs {names} share its memory"))
         return lives
+
+    def _overlapping(self, nodes: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+        """Two of some nodes in one memory that may overlap; ``None``: no two of them do."""
+        pieces = [(node, self._pieces(node)) for node in nodes]
+        for (one, mine), (other, theirs) in combinations(pieces, 2):
+            if all(mine[split] == theirs[split] for split in mine.keys() & theirs.keys()):
+                return one, other
+        return None
+
+    def _pieces(self, node: fx.Node) -> dict[fx.Node, Any]:
+        """Of each split that a tensor is a view of a piece of: the number of that piece."""
+        found = {}
+        memory = self.graph.memory[node]
+        viewed: fx.Node | None = node
+        while viewed is not None:
+            shown = [n for n in viewed.all_input_nodes if self.graph.memory.get(n) == memory]
+            if viewed.target is operator.getitem and _splits(viewed.args[0]):
+                found[viewed.args[0]] = viewed.args[1]
+                shown = [
+                    n for n in viewed.args[0].all_input_nodes if self.graph.memory.get(n) == memory
+                ]
+            viewed = shown[0] if len(shown) == 1 else None
+        return found
 
     def crossing(self, position: int) -> list[fx.Node]:
         """The nodes that a cut at a position would send on: made before it, used after it.
@@ -169,6 +202,13 @@ class Cuts:
             if first < position <= last:
                 return f"memory made before the cut is used after it, and {why}"
         return None
+
+
+def _splits(node: Any) -> TypeGuard[fx.Node]:
+    """Whether a node makes views of its input that do not overlap."""
+    if not isinstance(node, fx.Node):
+        return False
+    return node.target in _SPLITS or getattr(node.target, "__name__", "") in _SPLITS
 
 
 def _differentiates(node: fx.Node) -> bool:

@@ -204,7 +204,7 @@ def _link(world: Group, device: torch.device) -> float:
     All links of the ring carry a message at the same time.
     """
     size, rank = world.size(), world.rank()
-    load = torch.zeros(LINK_BYTES // 4, device=device)
+    load = torch.zeros(LINK_BYTES // 4, dtype=torch.float32, device=device)
     other = torch.empty_like(load)
 
     def pass_on() -> None:
@@ -224,7 +224,7 @@ def _reduction(world: Group, device: torch.device) -> tuple[float, float]:
         A pair: the bytes/s of an all-reduce, and the seconds of an all-reduce of a single number;
         equal on all ranks.
     """
-    load = torch.zeros(LINK_BYTES // 4, device=device)
+    load = torch.zeros(LINK_BYTES // 4, dtype=torch.float32, device=device)
 
     def reduce(tensor: Tensor) -> None:
         wait(start(world.allreduce, [tensor], peer=UNKNOWN_PEER), UNKNOWN_PEER)

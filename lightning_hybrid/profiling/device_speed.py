@@ -89,7 +89,9 @@ def update_s_per_byte(device: torch.device) -> float:
         device: device to measure on.
     """
     # larger than the caches of most CPUs
-    parameters, gradients = (torch.zeros(2**22, device=device) for _ in range(2))
+    parameters, gradients = (
+        torch.zeros(2**22, dtype=torch.float32, device=device) for _ in range(2)
+    )
     clock = clock_of(device)
     best_s = float("inf")
     for _ in range(_UPDATES):
@@ -125,8 +127,8 @@ def _window(
 def _unit(device: torch.device) -> Callable[[], object]:
     """Make a function that computes one unit of benchmark work on a device."""
     width, length = (384, 2**22) if device.type == "cpu" else (2048, 2**25)
-    a, b = (torch.ones(width, width, device=device) for _ in range(2))
-    long = torch.ones(length, device=device)
+    a, b = (torch.ones(width, width, dtype=torch.float32, device=device) for _ in range(2))
+    long = torch.ones(length, dtype=torch.float32, device=device)
 
     @torch.inference_mode()
     def run() -> None:

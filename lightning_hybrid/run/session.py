@@ -136,6 +136,11 @@ class DriverSession:
             driver.close()
             raise
 
+    def begin_loop(self) -> None:
+        """In an evaluation: look for networks from now on, see :meth:`Discovery.begin`."""
+        if not self._run.fitting:
+            self._networks.begin()
+
     def _intercept(self) -> None:
         """Replace functions of torch and Lightning that act on the driver's gradients alone.
 

@@ -86,7 +86,8 @@ from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
 
 T = TypeVar("T")
 
-_AFTER_PREPARE_DATA = "pre_setup"  # name of the barrier that Lightning makes then
+# names of barriers that Lightning makes then
+_AFTER_PREPARE_DATA, _BEFORE_LOOPS = "pre_setup", "run-stage"
 
 
 class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
@@ -324,6 +325,8 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         if name == _AFTER_PREPARE_DATA and self._prepared is not None:
             self._prepared.note()
         super().barrier(name, *args, **kwargs)
+        if name == _BEFORE_LOOPS and isinstance(self._session, DriverSession):
+            self._session.begin_loop()
 
     def setup(self, trainer: Trainer) -> None:
         """Set up a run: choose open sizes, share the weights, make the optimizers (collective).

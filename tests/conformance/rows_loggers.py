@@ -77,14 +77,23 @@ class LogsToCSV(_Logs):
 
 
 class LogsToTensorBoard(_Logs):
-    """`TensorBoardLogger`: steps, epochs, validation and hyper-parameters, each once."""
+    """`TensorBoardLogger(log_graph=True)`: the graph, steps, epochs, validation and
+    hyper-parameters, each once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = self.dataset(2)[:2][0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
 
     def make_logger(self, folder: Path) -> Logger:
-        return TensorBoardLogger(folder, version=0)
+        return TensorBoardLogger(folder, version=0, log_graph=True)
 
     def stored(self, logger: Any, folder: Path) -> Any:
         place = folder / "lightning_logs" / "version_0"
-        return [scalars(place), (place / "hparams.yaml").read_text()]
+        return [_nodes(place), scalars(place), (place / "hparams.yaml").read_text()]
 
 
 class LogsToMLflow(_Logs):
@@ -213,6 +222,13 @@ def scalars(folder: Path) -> Values:
         name: [(event.step, event.value) for event in events.Scalars(name)]
         for name in sorted(events.Tags()["scalars"])
     }
+
+
+def _nodes(folder: Path) -> list[str]:
+    """The operations of the graph that TensorBoard would show."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return sorted(node.op for node in events.Graph().node)
 
 
 def _whole_log(file: Path, kind: Any) -> list[Any]:

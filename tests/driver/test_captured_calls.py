@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from lightning_hybrid.capture import NotCaptured
+from lightning_hybrid.capture.watched_calls import watch
 from lightning_hybrid.driver import captured_calls
 from lightning_hybrid.driver.captured_calls import CapturedCalls
 from lightning_hybrid.driver.progress import StartProgress
@@ -118,6 +119,16 @@ def test_where_nothing_is_learned_the_networks_weights_are_ordinary_tensors() ->
 def test_a_kind_of_call_that_proxies_would_change_is_refused_where_something_is_learned() -> None:
     with pytest.raises(NetworkError, match=r"'net' \(Linear\) cannot be called .*: it packs"):
         Calls(packs)()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_network_of_several_ranks_is_not_traced() -> None:
+    calls = Calls(cannot)
+    watch(calls.module, "net", lambda *_: calls())
+    with pytest.raises(NetworkError, match=r"is traced.*Trace a copy.*deepcopy"):
+        torch.jit.trace(calls.module, X)
+    with pytest.raises(NetworkError, match=r"exported"):
+        torch.export.export(calls.module, (X,))
 
 
 def test_a_chain_of_which_a_part_has_run_does_not_run_again() -> None:

@@ -27,7 +27,9 @@ X = torch.ones(4, 6)
 class Watched:
     """The networks of a module, on the driver of a replica of three stages; nothing is cut."""
 
-    def __init__(self, *, automatic: bool, training: bool = True, **networks: nn.Module) -> None:
+    def __init__(
+        self, *, automatic: bool, training: bool = True, begins: bool = True, **networks: nn.Module
+    ) -> None:
         self.lines: list[str] = []
         self.without_cut = 0
         self.module = nn.ModuleDict(networks)
@@ -56,12 +58,24 @@ class Watched:
             ),
             {},
         )
+        if begins:
+            self.networks.begin()
 
     def note_no_cut(self) -> None:
         self.without_cut += 1
 
     def plan(self, network: CalledNetwork, *_: Any) -> Any:
         raise PlanError(f"asked for a plan of {network.name}")
+
+
+def test_before_an_evaluation_begins_calls_cut_nothing() -> None:
+    found = Watched(automatic=False, training=False, begins=False, net=large())
+    with torch.no_grad():
+        found.module["net"](torch.ones(4, 6))  # as a logger on rank 0 that draws the graph
+        found.networks.begin()
+        with pytest.raises(PlanError, match=r"asked for a plan of net"):
+            found.module["net"](torch.ones(4, 6))
+    found.networks.close()
 
 
 def large() -> nn.Module:

@@ -38,6 +38,15 @@ def test_a_call_on_tensors_of_the_callers_is_none() -> None:
         assert "functional_call" in str(network.reasons[-1])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_call_that_is_recorded_is_none() -> None:
+    network = Asks()
+    torch.jit.trace(network, X, check_trace=False)
+    torch.export.export(network, (X,))
+    assert all("torch.jit.trace or torch.export" in str(why) for why in network.reasons)
+    assert len(network.reasons) >= 2
+
+
 # torch's own use of TorchScript, when forward-mode derivatives are first used
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_call_inside_of_a_transform_or_on_dual_numbers_is_none() -> None:

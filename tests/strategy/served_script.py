@@ -102,7 +102,11 @@ def fit(folder: Path, devices: int, module: Module | None = None, **more: Any) -
 
 
 def several(folder: Path) -> Any:
-    """Trainers with as many devices as they like, and one after a failure."""
+    """Trainers with as many devices as they like, and one after a failure.
+
+    Workers have the script's default type from its first run on.
+    """
+    torch.set_default_dtype(torch.float64)
     found = [fit(folder, devices) for devices in (2, 3, 1, 2)]
     module = Module()
     module.fails = True
