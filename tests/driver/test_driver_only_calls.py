@@ -42,9 +42,8 @@ def test_a_call_on_tensors_of_the_callers_is_none() -> None:
 def test_a_call_that_is_recorded_is_none() -> None:
     network = Asks()
     torch.jit.trace(network, X, check_trace=False)
-    torch.export.export(network, (X,))
-    assert all("torch.jit.trace or torch.export" in str(why) for why in network.reasons)
-    assert len(network.reasons) >= 2
+    [reason] = network.reasons
+    assert "torch.jit.trace or torch.export" in str(reason)
 
 
 # torch's own use of TorchScript, when forward-mode derivatives are first used
