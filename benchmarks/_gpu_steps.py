@@ -1,10 +1,13 @@
 """Training steps of a GPT on one rank, for parts A to H of `first_gpu_run.py`."""
 
+import json
 import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +92,8 @@ class Watch:
         count: steps that have begun.
         found: what was seen.
         messages: bytes of the largest message that was sent since the last step of the warm-up.
+        keep: called with what was seen once all of it was: a rank that obeys never comes back from
+            the fit.
     """
 
     steps: int
@@ -97,6 +102,7 @@ class Watch:
     count: int = 0
     found: dict[str, Any] = field(default_factory=dict)
     messages: int = 0
+    keep: Callable[[dict[str, Any]], None] = lambda found: None
 
     def begin(self) -> None:
         """Training begins."""
@@ -121,6 +127,7 @@ class Watch:
             self._synchronise()
             self._profiler.stop()
             self.found |= seen_by(self._profiler.events() or ())
+            self.keep(self.found)
 
     def _timed(self) -> None:
         wall_s, cpu_s = self._marks
@@ -207,6 +214,10 @@ def overlap(kernels: Sequence[tuple[float, float, bool]]) -> dict[str, float]:
     return {name: total[name] for name in ("NCCL", "device", "both")}
 
 
+def _write(out: Path, found: dict[str, Any]) -> None:
+    out.write_text(json.dumps(found))
+
+
 def strategy_of(config: dict[str, Any]) -> Any:
     """The strategy of a peer."""
     ranks = config["ranks"]
@@ -238,6 +249,8 @@ def steps(config: dict[str, Any], places: dict[str, int]) -> dict[str, Any]:
     watch_messages(watch)
     obeys = rank > 0 and config["peer"] == "hybrid"
     if obeys:
+        out = Path(sys.argv[1]) / f"rank{rank}.json"
+        watch.keep = lambda found: _write(out, found)
         watch_worker(watch)
     if on_gpu:
         torch.zeros(1, device="cuda")  # makes the context, which is not looked at
