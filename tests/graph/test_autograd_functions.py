@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -223,9 +223,19 @@ APART: dict[str, Code] = {
 """Functions whose samples do not meet."""
 
 OF_THREE = {"weight and steps", "matrices", "reverses"}
+FAST = {"rounds", "swish of MONAI", "checkpointed", "matrices", "several", "weight alone"}
+FAST |= {"centred gradients", "normed forwards", "mean for a weight", "square for a weight"}
+FAST |= {"gradients are changed", "weight alone, clipped"}
 
 
-@pytest.mark.parametrize("name", APART)
+def each(names: Iterable[str]) -> Any:
+    """Parameters, those that are not `FAST` in the slow tier."""
+    slow = pytest.mark.conformance
+    marked = [name if name in FAST else pytest.param(name, marks=slow) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
+@each(APART)
 def test_functions_whose_samples_stay_apart_are_split(name: str) -> None:
     assert why_whole(APART[name], *([3] if name in OF_THREE else [])) is None
 
@@ -310,7 +320,7 @@ MET: dict[str, tuple[Code, str]] = {
 """Functions whose samples meet, or may, and the reason that is told."""
 
 
-@pytest.mark.parametrize("name", MET)
+@each(MET)
 def test_functions_whose_samples_may_meet_are_not_split(name: str) -> None:
     code, reason = MET[name]
     assert reason in str(why_whole(code))
