@@ -56,8 +56,8 @@ from lightning_hybrid.graph.row_rules import (
     TAKES_COUNTS,
     TAKES_PLACES,
     OperatorArguments,
+    custom_rule,
     divided,
-    is_grouped,
     name_of,
     of_sums,
     recurrent,
@@ -530,7 +530,7 @@ def _unknown(node: fx.Node, args: Sequence[Any], has_samples: bool) -> Reason | 
 
 
 def _is_custom(node: fx.Node) -> bool:
-    return is_custom_operator(node.target) and not is_grouped(node.target)
+    return is_custom_operator(node.target) and custom_rule(node.target) is None
 
 
 def _needs_gradient(node: fx.Node) -> bool:

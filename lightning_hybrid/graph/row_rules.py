@@ -994,9 +994,14 @@ RULES = {name: rule for names, rule in _TABLE.items() for name in names.split()}
 RULES |= dict.fromkeys(KEEPS_ORDER, lambda f, call, outs: f.label(call["self"]))
 
 
-def is_grouped(operator: Any) -> bool:
-    """Whether an operator is that of `transformers` for a torch without ``grouped_mm``."""
-    return str(operator).startswith("transformers.grouped_mm_fallback")
+# (that of `transformers` for a torch without `grouped_mm`)
+CUSTOM_RULES: dict[str, Rule] = {"transformers.grouped_mm_fallback": grouped_matrices}
+"""The rules of operators that are not torch's, by name: their backward must be the derivative."""
+
+
+def custom_rule(operator: Any) -> Rule | None:
+    """The rule in `CUSTOM_RULES` for an operator that is not torch's; ``None``: there is none."""
+    return CUSTOM_RULES.get(".".join(str(operator).split(".")[:2]))
 
 
 _INPLACE = re.compile(r"(?<=[a-z0-9])_$")
@@ -1013,7 +1018,7 @@ def rule_of(func: Any) -> Rule | None:
     ``None``: no rule is known, so samples count as having met in it.
     """
     if func.namespace != "aten":
-        return grouped_matrices if is_grouped(func) else None
+        return custom_rule(func)
     name = name_of(func)
     # before torch's tag: some operators with that tag have a rule of their own
     if name in RULES:
