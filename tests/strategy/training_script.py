@@ -64,20 +64,20 @@ class Dropped(nn.Module):
 
 
 class Meets(Dropped):
-    """Samples meet where a number is large, which a wrong rule hides.
+    """Samples meet where numbers are large, which a wrong rule hides.
 
     (Of a network that draws, a check sees the first micro-batch alone.)
     """
 
     def __init__(self) -> None:
         super().__init__()
-        RULES["amax"] = lambda *_: None
+        RULES["flip"] = lambda f, call, outs: f.label(call["self"])
         kept = (layer for layer in self.layers if not isinstance(layer, nn.Dropout))
         self.layers = nn.Sequential(*kept)
 
     def forward(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax() * self.layers[1].bias[0] ** 0  # (which stages compute)
-        return super().forward(x + largest * (largest > 50))
+        large = (x.abs() > 50) * self.layers[1].bias[0] ** 0  # (which stages compute)
+        return super().forward(x + x.flip(0) * large)
 
 
 class Meta(type):
