@@ -10,8 +10,7 @@ are small, and made from configurations: nothing is downloaded. What is not inst
 
 The column says `proof` where the samples were followed through all operators; `proof, tail 0.1 %`
 where samples meet at the end, in operations with this share of the load, which the driver computes
-(`prologue`: at the beginning); `trial` where an operation of the network's own had to be tried; and
-`whole` with the reason where a batch is not split.
+(`prologue`: at the beginning); and `whole` with the reason where a batch is not split.
 """
 
 import argparse

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_hybrid.graph.row_rules import CUSTOM_RULES, pointwise
+
 _AT_START = os.environ.get("LOCAL_RANK")
 LISTENERS: list[Callable[[str, bool], None]] = []
 """Called with the name that a run of the operation was given, and whether it is trained."""
@@ -135,6 +137,8 @@ def tick(value: Tensor) -> Tensor:
 
 
 tick.register_fake(torch.empty_like)
+# (else batches would not be split where one of these is)
+CUSTOM_RULES.update({"ran_here.note": pointwise, "ran_here.tick": pointwise})
 
 
 def _name(ctx: Any, inputs: Any, output: Any) -> None:

@@ -360,7 +360,7 @@ class Adoption:
                 wanted = 1
             slices = graph.split(leaves, wanted)
         self.announcements.doing(found, "profiling and planning")
-        by, tried = (graph.split_by, graph.tried) if len(slices) > 1 else ("", ())
+        by = graph.split_by if len(slices) > 1 else ""
         try:
             plan = self._make_plan(found, replace(first, leaves=slices[0]), wanted, is_part=is_part)
         except PlanError as error:
@@ -374,7 +374,7 @@ class Adoption:
                 plan = self._make_plan(found, smaller, more, is_part=is_part)
             except PlanError:
                 raise error from None
-        return replace(plan, split_by=by, tried=tried)
+        return replace(plan, split_by=by)
 
     def _make_plan(
         self, found: FoundNetwork, called: CalledNetwork, microbatches: int, *, is_part: bool

@@ -98,25 +98,17 @@ class Announcements:
     def say_it_is_split(self, found: FoundNetwork, graph: NetworkGraph) -> None:
         """Say that batches of a network are split, if there is more to say about that.
 
-        That is so if a part of the network takes the batch whole, or if it was not proven but only
-        tried, for some operations, that samples do not affect each other. Else nothing is printed.
+        That is so if a part of the network takes the batch whole. Else nothing is printed.
 
         Args:
             found: the network.
-            graph: the captured graph that the call has run, which knows both.
+            graph: the captured graph that the call has run, which knows that.
         """
-        said = "goes through its stages in micro-batches"
         if graph.split_by != "proof":
             self.say(
                 found,
-                f"{said} ({graph.split_by}): what needs all samples is computed on the driver.",
-            )
-        if graph.tried:
-            self.say(
-                found,
-                f"{said}. It was only tried, on random numbers, that samples do not meet in "
-                f"{', '.join(graph.tried)}. If they meet for other numbers, give "
-                "num_microbatches=1.",
+                f"goes through its stages in micro-batches ({graph.split_by}): what needs all "
+                "samples is computed on the driver.",
             )
 
     def backwards_follow(self, found: FoundNetwork, reason: str) -> None:

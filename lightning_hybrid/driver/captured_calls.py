@@ -302,7 +302,7 @@ class CapturedCalls:
             self._running = _Running(mode or nullcontext(), check)
             # saved-tensor hooks of the code around the call are not for what stages save
             stack.enter_context(own_saved_tensors())
-            # (checks and trials in here run backward passes that are not the user's)
+            # (checks in here run backward passes that are not the user's)
             stack.enter_context(backwards_as_ever())
             # TorchDynamo cannot follow proxies, whose class intercepts operations
             stack.enter_context(remote.suspended())

@@ -2,9 +2,9 @@
 
 TorchDynamo's guards compare at each call most, but not all, of the values that a graph depends on
 (docs/what_you_can_rely_on.md has the list). A value that no guard compares stays in the graph as it
-was at the capture. Also, whether an operator that is not torch's own mixes samples of a batch (they
-"meet") was not proven, only tried on random inputs. So in calls 1, 2, 4, 8, ... of a network that
-is cut, its own Python runs too, on this rank and on a copy of the module
+was at the capture. Also, the proof that samples of a batch do not affect each other ("meet") rests
+on rules for torch's operators, of which one could be wrong. So in calls 1, 2, 4, 8, ... of a
+network that is cut, its own Python runs too, on this rank and on a copy of the module
 (:mod:`lightning_hybrid.driver.module_copy`), and its results are compared with those of the stages:
 
 * on the whole batch, if results do not depend on how it is split. This also shows samples that

@@ -152,8 +152,6 @@ class NetworkGraph:
             samples), as a clause; ``None``: they can.
         split_by: how it is known that its batches may be split, with the shares of the load that
             prologue and tail have, in a few words: "proof, tail 0.3%".
-        tried: texts from `place_of` for the operations for which there is no proof that they keep
-            samples apart, only a passed trial; see :mod:`lightning_hybrid.graph.row_trial`.
         divided: whether this is the heavy part of a network, whose prologue and tail the driver
             computes; see :mod:`lightning_hybrid.graph.three_parts`.
         rows: per node of `tensor_outputs`, the dimension of the samples; ``None``: the output is
@@ -183,7 +181,6 @@ class NetworkGraph:
     differentiable: bool = True
     meets: str | None = "it was not followed whether its samples meet"
     split_by: str = ""
-    tried: tuple[str, ...] = ()
     divided: bool = False
     rows: dict[fx.Node, Rows | None] = field(default_factory=dict)
     no_shares: str = "samples meet in it"

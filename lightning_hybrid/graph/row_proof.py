@@ -5,6 +5,10 @@ mode sees every operator of torch. Each result gets a label that says where the 
 (:mod:`lightning_hybrid.graph.rows`), by the rule of the operator
 (:mod:`lightning_hybrid.graph.row_rules`) from the labels of what the operator takes. Where nothing
 is known, samples count as having met.
+
+The backward of torch's operators keeps samples apart where their forward does. That of an
+``autograd.Function`` may do anything, so it runs too, on gradients that are labelled like the
+results of the forward (`_Walk._function`).
 """
 
 from __future__ import annotations
@@ -52,16 +56,21 @@ from lightning_hybrid.graph.row_rules import (
     TAKES_COUNTS,
     TAKES_PLACES,
     OperatorArguments,
+    custom_rule,
     divided,
-    is_grouped,
     name_of,
+    of_sums,
     recurrent,
     rule_of,
+    sum_over_samples,
 )
-from lightning_hybrid.graph.row_trial import Trial
-from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Reason, Rows
+from lightning_hybrid.graph.rows import MEET, SUMMED, Counts, Label, Places, Reason, Rows
+
+_FUNCTION = "autograd_function_apply"
+"""The operator that stands for a call of an ``autograd.Function``."""
 
 _FOLLOWED = {
+    _FUNCTION,
     "tag_activation_checkpoint",
     "wrap_activation_checkpoint",
     "wrap",
@@ -69,17 +78,29 @@ _FOLLOWED = {
     "wrap_with_set_grad_enabled",
     "wrap_with_autocast",
 }
-"""Operators that take a graph and compute exactly what it does, forward and backward."""
+"""Operators that take a graph and compute exactly what it does, forward and backward; and calls of
+an ``autograd.Function``, which take two, one for each way."""
 
 
 _LOST = "a size of the batch became a constant"
 
-_ANYTHING = Reason(
-    "it may do anything, also backward, and passed no trial", "Write it with torch's own operators."
-)
 _OF_SHAPES = "Compute what its shapes follow from before the call of the network."
 _UNKNOWN = "Write it with other operators of torch."
 _NOT_FOLLOWED = "Keep the batch a dimension of its own, and index by each sample's own (gather)."
+_CUSTOM = Reason(
+    "a custom operator: what it computes is not known",
+    "Write it with torch's own operators, inside of an autograd.Function if its backward is "
+    "another one.",
+)
+_TAKES_GRAPHS = Reason("what it does with its graphs is not followed", "Write it without them.")
+_WRITES_BACKWARD = Reason(
+    "its backward changes what it is given in place", "Have the backward change a copy."
+)
+_NO_SUM = Reason(
+    "its backward may give a weight a gradient that is no sum over samples",
+    "Use sums, products and matrix products of gradients and samples there.",
+)
+_ELSEWHERE = Reason("its backward may give a sample the gradient of another one", _NOT_FOLLOWED)
 
 
 @dataclass
@@ -93,8 +114,6 @@ class Followed:
         labels: per node, the labels of the tensors in its result, in order; empty for numbers.
         why: per node in which samples first meet, or may meet, the reason. (In nodes computed from
             these they have met too, without an entry.)
-        tried: nodes that no rule covers and that have passed a trial: custom operators, and calls
-            of an ``autograd.Function``.
         prologue: those nodes of ``early`` that must be computed for all samples at once.
         numbers: nodes that are numbers read from the values of samples.
         early: nodes that are computed from the inputs alone, without weights.
@@ -102,7 +121,6 @@ class Followed:
 
     labels: dict[fx.Node, tuple[Label, ...]] = field(default_factory=dict)
     why: dict[fx.Node, Reason] = field(default_factory=dict)
-    tried: set[fx.Node] = field(default_factory=set)
     prologue: set[fx.Node] = field(default_factory=set)
     numbers: set[fx.Node] = field(default_factory=set)
     early: set[fx.Node] = field(default_factory=set)
@@ -142,6 +160,7 @@ class _Walk:
         self._sizes: set[fx.Node] = set()  # nodes that are a number of picked entries
         self._graph = graph
         self._run = Labelling(symbols)
+        self._copies = dict[fx.GraphModule, fx.GraphModule]()  # from `_followed`, per nested graph
         examples: list[Any] = [node.meta.get("example_value") for node in graph.place]
         fake = next(e.fake_mode for e in examples if hasattr(e, "fake_mode"))
         self._env = fake.shape_env
@@ -208,13 +227,14 @@ class _Walk:
         run = self._run
         args, kwargs = arguments_of(node, self._values)
         given = [unwrapped(tensor) for _, tensor in tensors_in((args, kwargs))]
-        is_unknown = _is_unknown(node) and any(run.label(t) is not None for t in given)
+        has_samples = any(run.label(tensor) is not None for tensor in given)
+        unknown = _unknown(node, args, has_samples)
         for shapes_of in (nullcontext, python_dispatcher):
             run.begin()
             try:
                 with shapes_of():
                     self._values[node] = self._value(node, args, kwargs, example)
-                why = _ANYTHING if is_unknown else run.why
+                why = run.why if unknown is None else unknown
                 break
             except FAILURES as error:
                 # a comparison in an operation that fails may have fixed the batch's size for good
@@ -228,45 +248,8 @@ class _Walk:
                     for tensor in given:
                         run.spoil(tensor)
                     break
-        # 2. Of an operation that the rules cannot know a trial may say that samples stay apart.
-        if is_unknown and self._passes(node, (args, kwargs), given):
-            self.found.tried.add(node)
-            return
-        # 3. Else the rules decide, or the prologue takes the node.
+        # 2. The rules decide, or the prologue takes the node.
         self._decide(node, why)
-
-    def _passes(self, node: fx.Node, arguments: Any, given: Sequence[Tensor]) -> bool:
-        """Try an operation that no rule covers; if it passes, label its results by their shapes.
-
-        Args:
-            node: the operation, which has run.
-            arguments: ``(args, kwargs)``: its positional and its keyword arguments.
-            given: the tensors among them.
-
-        Returns:
-            Whether it has passed: samples did not seem to meet. Not all operations can be tried.
-        """
-        run = self._run
-        tensors = [tensor for _, tensor in tensors_in(self._values[node])]
-        results = [run.by_shape(tensor) for tensor in tensors]
-        labels = [run.label(tensor) for tensor in given]
-        plain = all(one is None or (isinstance(one, Rows) and one.plain) for one in labels)
-        if not plain or MEET in results or run.draws or node in self._kept:
-            return False
-        # (operators that take graphs may decide by values, as `while_loop` does; the forward of a
-        # Function alone has been followed)
-        if not is_custom_operator(node.target) and (
-            higher_order_name(node.target) != "autograd_function_apply" or run.why is not None
-        ):
-            return False
-        # the trial has no incoming gradients for results that all samples share
-        if any(label is None and t.is_floating_point() for label, t in zip(results, tensors)):
-            return False
-        trial = Trial(lambda values: called(node, *values), arguments, labels, results, run.symbols)
-        passed = trial.passes()
-        for tensor, label in zip(tensors, results if passed else ()):
-            run.set(tensor, label)
-        return passed
 
     def _decide(self, node: fx.Node, why: Reason | None) -> None:
         """Decide whether the prologue computes a node, or whether samples meet in it; note it.
@@ -319,7 +302,11 @@ class _Walk:
                 run.set(tensor, label)
             return example
         with run:
-            value = called(node, args, kwargs)
+            if higher_order_name(node.target) in _FOLLOWED:
+                args = [self._followed(a) if isinstance(a, fx.GraphModule) else a for a in args]
+                value = self._target(node)(*args, **kwargs)
+            else:
+                value = called(node, args, kwargs)
         # (padding under autograd turns sizes into plain numbers without an error)
         pairs = zip(tensors_in(value), tensors_in(example))
         sizes = [pair for (_, t), (_, e) in pairs for pair in zip(t.shape, e.shape)]
@@ -328,6 +315,137 @@ class _Walk:
         ):
             raise RuntimeError(_LOST)
         return value
+
+    # ------------------------------------------------------------------ an autograd.Function
+
+    def _target(self, node: fx.Node) -> Any:
+        """What to call for a node: `_function` in the place of a call of an autograd.Function."""
+        return self._function if higher_order_name(node.target) == _FUNCTION else node.target
+
+    def _followed(self, module: fx.GraphModule) -> fx.GraphModule:
+        """A copy of a nested graph in which `_function` is called for each autograd.Function."""
+        if module not in self._copies:
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(module.graph, {}))
+            copy = self._copies[module] = fx.GraphModule(module, graph)
+            for node in graph.nodes:
+                if node.op == "call_function":
+                    node.target = self._target(node)
+            for name, nested in [*copy.named_children()]:
+                if isinstance(nested, fx.GraphModule):
+                    setattr(copy, name, self._followed(nested))
+            copy.recompile()
+        return self._copies[module]
+
+    def _function(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, *given: Any, **_: Any
+    ) -> Any:
+        """Run an ``autograd.Function`` inside of the labelling mode, forward and backward.
+
+        The backward runs on gradients that have their samples where the results of the forward have
+        theirs. Then the gradients that it returns must have theirs where the inputs have them. If
+        not, samples have met in the results.
+
+        A result or an input without samples is used by all of them: its gradient is a sum over
+        samples, `SUMMED`.
+
+        Args:
+            forward: the graph of the forward. It returns the results, and what the backward takes.
+            backward: the graph of the backward. It takes the gradient of each result and what the
+                forward has kept, and returns a gradient, or ``None``, for each input.
+            given: the inputs, tensors and numbers.
+
+        Returns:
+            The results of the forward.
+
+        Raises:
+            RuntimeError: the graphs are not as described above, or cannot be followed.
+        """
+        run = self._run
+        tensors = [tensor for _, tensor in tensors_in(given)]
+        if any(unwrapped(tensor) is not tensor for tensor in tensors):
+            raise RuntimeError("an autograd.Function in a transformation of functions")
+        with torch.no_grad():
+            results, kept = self._interpreted(forward, given)
+            outputs = [tensor for _, tensor in tensors_in(results)]
+            reason = None
+            if MEET not in map(run.label, (*tensors, *outputs)):
+                before, run.why = (run.draws, run.reads, run.why), None
+                run.draws, run.is_backward = False, True
+                try:
+                    reason = self._why_backward(backward, given, results, kept)
+                finally:
+                    run.is_backward = False
+                run.draws, run.reads, run.why = before
+                if reason is None:
+                    return results
+        run.why = run.why or reason
+        for tensor in outputs:
+            run.spoil(tensor)
+        return results
+
+    def _why_backward(
+        self, backward: fx.GraphModule, given: Sequence[Any], results: Any, kept: Sequence[Any]
+    ) -> Reason | None:
+        """Why samples meet, or may, in the backward of an autograd.Function; ``None``: they do not.
+
+        Args:
+            backward: its graph; see `_function`.
+            given: the inputs of the forward.
+            results: what the forward has returned.
+            kept: what it has kept for the backward.
+        """
+        run = self._run
+        incoming = [self._gradient(result) for result in _several(results)]
+        old = [(t, version(t)) for _, t in tensors_in((incoming, kept))]
+        found = self._interpreted(backward, (*incoming, *kept))
+        if run.draws:
+            return Reason("its backward draws random numbers", "Draw them in its forward.")
+        if any(version(tensor) != number for tensor, number in old):
+            return _WRITES_BACKWARD
+        for tensor, gradient in zip(given, _several(found), strict=True):
+            needs = isinstance(tensor, Tensor) and (
+                tensor.is_floating_point() or tensor.is_complex()
+            )
+            if gradient is None or not needs:
+                continue
+            own, label = run.label(tensor), run.label(gradient)
+            if label is MEET and run.why is not None:
+                other = run.why.instead if isinstance(own, Rows) else _NO_SUM.instead
+                return Reason(f"in its backward: {run.why.how}", run.why.instead and other)
+            if isinstance(own, Rows) and label != replace(own, places=None):
+                return _ELSEWHERE
+            # (autograd adds up the entries of a gradient that is larger than the weight)
+            if not isinstance(own, Rows) and not isinstance(label, Rows) and label is not SUMMED:
+                return _NO_SUM
+        return None
+
+    def _gradient(self, result: Any) -> Tensor | None:
+        """A labelled stand-in for the gradient of a result of an autograd.Function."""
+        if not isinstance(result, Tensor):
+            return None
+        label, gradient = self._run.label(result), torch.empty_like(result)
+        label = replace(label, places=None, is_sorted=False) if isinstance(label, Rows) else SUMMED
+        self._run.set(gradient, label)
+        return gradient
+
+    def _interpreted(self, module: fx.GraphModule, given: Sequence[Any]) -> Any:
+        """Run the graph of a forward or backward, and check that all its tensors are labelled.
+
+        Args:
+            module: the graph.
+            given: its arguments; tensors without a label get ``None``.
+
+        Raises:
+            RuntimeError: it takes another number of arguments, or a tensor in it has no label.
+        """
+        if len(module.graph.find_nodes(op="placeholder")) != len(given):
+            raise RuntimeError("an autograd.Function with other arguments than its backward")
+        for _, tensor in tensors_in(given):
+            self._run.set(tensor, self._run.label(tensor))
+        return _Interpreter(module, self._run).run(*given)
+
+    # ------------------------------------------------------------------ the prologue
 
     def _is_prologue(self, node: fx.Node, tensors: Sequence[Tensor]) -> bool:
         """Whether the driver can compute a node for all samples before the stages run.
@@ -367,15 +485,64 @@ def quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _is_unknown(node: fx.Node) -> bool:
-    """Whether a node may do anything, also in its backward, so that no rule can be right for it.
+class _Interpreter(fx.Interpreter):
+    """Runs a graph operation by operation, and fails where a result has no label."""
 
-    That is a custom operator, or an operator that takes graphs and is not in `_FOLLOWED`.
+    def __init__(self, module: fx.GraphModule, run: Labelling) -> None:
+        super().__init__(module)
+        self._run = run
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        for _, tensor in tensors_in(value):
+            if n.op == "get_attr":
+                self._run.set(tensor, None)
+            elif not self._run.has_label(tensor):
+                raise RuntimeError(f"what {n.name!r} returns cannot be followed")
+        return value
+
+
+def _several(value: Any) -> Sequence[Any]:
+    """What a forward or backward has returned, as several results."""
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _unknown(node: fx.Node, args: Sequence[Any], has_samples: bool) -> Reason | None:
+    """Why no rule can be right for a node that may do anything; ``None``: rules know it.
+
+    Custom operators may do anything, also backward, and so may operators that take graphs and are
+    not in `_FOLLOWED`.
+
+    Args:
+        node: the node.
+        args: its positional arguments, graphs among them.
+        has_samples: whether there are samples in its tensors. If not, only a gradient could mix
+            samples.
     """
     name = higher_order_name(node.target)
-    if is_grouped(node.target):
-        return False
-    return is_custom_operator(node.target) if name is None else name not in _FOLLOWED
+    nested = [n for arg in args if isinstance(arg, fx.GraphModule) for n in _nodes_of(arg)]
+    if name is not None and name not in _FOLLOWED:
+        calls = any(higher_order_name(n.target) == _FUNCTION for n in nested)
+        return _TAKES_GRAPHS if has_samples or calls else None
+    # (nested custom operators that are given samples count as `MEET` in the labelling mode)
+    mixes = any(_is_custom(n) and _needs_gradient(n) for n in (node, *nested))
+    return _CUSTOM if mixes or (_is_custom(node) and has_samples) else None
+
+
+def _is_custom(node: fx.Node) -> bool:
+    return is_custom_operator(node.target) and custom_rule(node.target) is None
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    """Whether a tensor in the result of a node was computed from what requires a gradient."""
+    return any(t.requires_grad for _, t in tensors_in(node.meta.get("example_value")))
+
+
+def _nodes_of(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph, and those of the graphs nested in it."""
+    for nested in module.modules():
+        if isinstance(nested, fx.GraphModule):
+            yield from nested.graph.nodes
 
 
 def _symbols_of(value: Any) -> set[Any]:
@@ -402,6 +569,8 @@ class Labelling(TorchDispatchMode):
         reads: whether this node reads numbers from tensors in which there are samples.
         why: the first operator of this node in which samples meet, or may, as a `Reason`; ``None``:
             they meet in none of its operators, or have met before.
+        is_backward: whether a backward runs, so that sums over samples are labelled as such
+            (`SUMMED`); else samples meet in them.
     """
 
     def __init__(self, symbols: Sequence[Any]) -> None:
@@ -420,7 +589,7 @@ class Labelling(TorchDispatchMode):
 
     def begin(self) -> None:
         """Reset `draws`, `reads` and `why`; to be called before a node runs."""
-        self.draws = self.reads = self._seen = False
+        self.draws = self.reads = self.is_backward = self._seen = False
         self.why: Reason | None = None
 
     # ------------------------------------------------------------------ what rules ask
@@ -428,6 +597,10 @@ class Labelling(TorchDispatchMode):
     def label(self, tensor: Tensor) -> Label:
         """Where the samples are in a tensor; ``None``: it has none, or was never labelled."""
         return self._labels.get(id(tensor))
+
+    def has_label(self, tensor: Tensor) -> bool:
+        """Whether a tensor was labelled, also as one without samples."""
+        return id(tensor) in self._labels
 
     def met(self) -> Label:
         """For rules: note that samples certainly meet in the running operator; returns ``MEET``.
@@ -636,8 +809,8 @@ class Labelling(TorchDispatchMode):
             return MEET
         # a check of all rules: one that is wrong about a shape is wrong about samples
         dims = [d for d, size in enumerate(out.shape) if self.depends(size)]
-        if label is None:
-            return MEET if dims else None
+        if label is None or label is SUMMED:
+            return MEET if dims else label
         if not dims and any(isinstance(s, int) and s == 0 for s in out.shape):
             return None  # (it is empty)
         if isinstance(label, Counts):
@@ -666,6 +839,8 @@ class Labelling(TorchDispatchMode):
         sizes = ("size", "stride") if name in FACTORIES else ()
         if name not in SHAPED and any(map(self.depends, call.numbers(without=sizes))):
             return self.met() if rule_of(func) else MEET
+        if SUMMED in labels:
+            return of_sums(self, func, call, outs)
         # 3. A result of inputs without samples is the same in all micro-batches.
         grows = any(self.depends(size) for out in outs for size in out.shape)
         if labels <= {None} and not grows:
@@ -680,12 +855,10 @@ class Labelling(TorchDispatchMode):
                 return MEET
             plain = Rows(like.dim, like.outer)  # a new tensor has no order yet
             return plain if self.borne_out(plain, outs[0]) is plain else like.at(like.dim)
-        if not self._is_known(name, call, labels):
-            return MEET
-        rule = rule_of(func)
-        if rule is None or (labels <= {None} and name not in SHAPED):
-            return MEET
-        return rule(self, call, outs)
+        known = self._is_known(name, call, labels) and (name in SHAPED or not labels <= {None})
+        rule = rule_of(func) if known else None
+        found = MEET if rule is None else rule(self, call, outs)
+        return sum_over_samples(self, func, call) if self.is_backward and found is MEET else found
 
     def _is_known(self, name: str, call: OperatorArguments, labels: Collection[Label]) -> bool:
         """Whether an operator's rule is right for the `Places` and `Counts` among its inputs.

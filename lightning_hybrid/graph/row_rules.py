@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_hybrid._torch.symbols import is_symbolic
 from lightning_hybrid._torch.tensors import arguments, schema
 from lightning_hybrid._trees import tensors_in
-from lightning_hybrid.graph.rows import MEET, Counts, Label, Places, Rows
+from lightning_hybrid.graph.rows import MEET, SUMMED, Counts, Label, Places, Rows
 
 if TYPE_CHECKING:
     from lightning_hybrid.graph.row_proof import Labelling
@@ -789,6 +789,70 @@ def grouped_matrices(f: Labelling, call: OperatorArguments, outs: Sequence[Tenso
     return rows if shared and ends == Counts(rows.picked, summed=True) else MEET
 
 
+# ---------------------------------------------------------------- sums over samples
+
+
+def sum_over_samples(f: Labelling, func: Any, call: OperatorArguments) -> Label:
+    """Label the result of an operator that adds up samples: `SUMMED` if it does only that.
+
+    These are ``sum``, and products of matrices and vectors that add up over the samples of both.
+    For all others the label is ``MEET``.
+
+    Args:
+        f: the mode that knows the labels of all tensors.
+        func: the operator, an overload of `torch.ops`.
+        call: its arguments.
+    """
+    name = name_of(func) if func.namespace == "aten" else ""
+    if name == "sum":
+        rows = _rows(f, call["self"])
+        adds_up = rows is not None and rows.places is None and rows.dim in dims_of(call)
+        return SUMMED if adds_up else MEET
+    if name not in _PRODUCTS:
+        return MEET
+    found = set()
+    for argument, dim in _PRODUCTS[name]:
+        rows = _rows(f, call[argument])
+        if rows is None or rows.places is not None or rows.dim != dim:
+            return MEET
+        found.add((rows.at(0), f.size(call[argument].shape[dim])))
+    return SUMMED if len(found) == 1 else MEET
+
+
+def of_sums(f: Labelling, func: Any, call: OperatorArguments, outs: Sequence[Tensor]) -> Label:
+    """Label the result of an operator that takes sums over samples (`SUMMED`).
+
+    It is such a sum too if the operator is linear in them: then it gives the same whether sums of
+    micro-batches are added before or after it. All other tensors must be the same for all samples.
+    For what is not known to be linear the label is ``MEET``.
+
+    Args:
+        f: the mode that knows the labels of all tensors.
+        func: the operator, an overload of `torch.ops`.
+        call: its arguments, of which at least one is such a sum.
+        outs: its results.
+    """
+    name = name_of(func) if func.namespace == "aten" else ""
+    given = {key: value for key, value in call.values.items() if isinstance(value, Tensor)}
+    sums = {key for key, tensor in given.items() if f.label(tensor) is SUMMED}
+    if not _all_free(f, call.others(*sums)) or any(map(f.depends, call.numbers())):
+        return MEET  # (a number that depends on the batch: such as the last B entries)
+    if not all(out.is_floating_point() or out.is_complex() for out in outs):
+        return MEET  # (rounded)
+    if name in _LINEAR:
+        linear = sums == {*given} == {"self"}
+    elif name in {"mul", *_PRODUCTS}:
+        linear = len(sums) == 1
+    elif name == "div":
+        linear = sums == {"self"} and call["rounding_mode"] is None
+    elif name in {"add", "sub", "where"}:
+        linear = sums == {"self", "other"}
+    else:  # entries are set to 0, whatever the samples
+        zero = name == "masked_fill" and call.overload == "Scalar" and call["value"] == 0
+        linear = zero and sums == {"self"}
+    return SUMMED if linear else MEET
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -827,6 +891,20 @@ TAKES_COLUMNS = _names("select unbind squeeze view")
 """Operators that take the column of `Places` out of what `nonzero` returns."""
 
 TAKES_COUNTS = _names("cumsum _grouped_mm grouped_mm_fallback")
+
+_PRODUCTS = {
+    "mm": (("self", 1), ("mat2", 0)),
+    "bmm": (("self", 2), ("mat2", 1)),
+    "mv": (("self", 1), ("vec", 0)),
+    "dot": (("self", 0), ("tensor", 0)),
+}
+"""Products of matrices and vectors: the arguments, and the dimension of each that is added up."""
+
+_LINEAR = KEEPS_ORDER | _names(
+    "sum neg view _unsafe_view _reshape_alias t transpose permute unsqueeze squeeze expand select "
+    "slice zeros_like"
+)
+"""Operators that are linear in their only tensor."""
 
 _NOT = _names("isin equal max min copysign_ frexp")
 """Operators that torch tags as pointwise although they may look at other entries too."""
@@ -916,9 +994,14 @@ RULES = {name: rule for names, rule in _TABLE.items() for name in names.split()}
 RULES |= dict.fromkeys(KEEPS_ORDER, lambda f, call, outs: f.label(call["self"]))
 
 
-def is_grouped(operator: Any) -> bool:
-    """Whether an operator is that of `transformers` for a torch without ``grouped_mm``."""
-    return str(operator).startswith("transformers.grouped_mm_fallback")
+# (that of `transformers` for a torch without `grouped_mm`)
+CUSTOM_RULES: dict[str, Rule] = {"transformers.grouped_mm_fallback": grouped_matrices}
+"""The rules of operators that are not torch's, by name: their backward must be the derivative."""
+
+
+def custom_rule(operator: Any) -> Rule | None:
+    """The rule in `CUSTOM_RULES` for an operator that is not torch's; ``None``: there is none."""
+    return CUSTOM_RULES.get(".".join(str(operator).split(".")[:2]))
 
 
 _INPLACE = re.compile(r"(?<=[a-z0-9])_$")
@@ -935,7 +1018,7 @@ def rule_of(func: Any) -> Rule | None:
     ``None``: no rule is known, so samples count as having met in it.
     """
     if func.namespace != "aten":
-        return grouped_matrices if is_grouped(func) else None
+        return custom_rule(func)
     name = name_of(func)
     # before torch's tag: some operators with that tag have a rule of their own
     if name in RULES:

@@ -7,6 +7,8 @@ these:
 * with a dimension in which each sample has entries of its own (:class:`Rows`), so that the tensor
   of the whole batch can be split into those of the micro-batches, and joined from them;
 * neither: samples have met, or it could not be shown that they have not (``MEET``).
+
+In the backward of an ``autograd.Function`` a tensor may also be a sum over samples (``SUMMED``).
 """
 
 from __future__ import annotations
@@ -125,5 +127,17 @@ class _Meet(Enum):
 MEET = _Meet.MEET
 """Samples have met, or it is not known that they have not."""
 
-Label = Rows | Counts | _Meet | None
+
+class _Sum(Enum):
+    SUMMED = "a sum over samples"
+
+
+SUMMED = _Sum.SUMMED
+"""The tensor is a sum of terms, each made of one sample alone, as the gradient of a weight must be.
+
+So the one of the whole batch is the sum of those of the micro-batches, which is what training adds
+up.
+"""
+
+Label = Rows | Counts | _Meet | _Sum | None
 """Where the samples are in a tensor; ``None``: it is the same in all micro-batches."""

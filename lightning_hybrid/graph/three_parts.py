@@ -483,7 +483,6 @@ def _label(heavy: NetworkGraph, parts: _Parts, copies: dict[fx.Node, fx.Node]) -
     heavy.rows = {node: label(node) for node in heavy.tensor_outputs}
     heavy.meets = None
     heavy.split_by = parts.summary()
-    heavy.tried = tuple(sorted(map(parts.graph.place_of, parts.followed.tried)))
 
 
 class Beside:

@@ -101,8 +101,6 @@ class Plan:
         split_by: how it is known that the network computes each sample by itself, so that batches
             may be split into micro-batches, and which part of it is computed for all samples
             together. Empty: batches are not split.
-        tried: operations that were not proven to compute each sample by itself, but only tried, on
-            random numbers.
         rows: contents and costs of each stage; empty when the network was not profiled.
         predicted_step_s: predicted seconds of one optimizer step; None when nothing was profiled.
         objective: what the allocation has optimised: `step`, `makespan` or `profit`.
@@ -128,7 +126,6 @@ class Plan:
     split: tuple[int, ...] | None = None
     recompute: bool = False
     split_by: str = ""
-    tried: tuple[str, ...] = ()
     rows: tuple[StagePlan, ...] = ()
     predicted_step_s: float | None = None
     objective: str = "makespan"
@@ -155,7 +152,6 @@ class Plan:
             "shares": tuple(self.shares),
             "ranks": tuple(self.ranks),
             "rows": tuple(self.rows),
-            "tried": tuple(self.tried),
             "split": self._splits(),
         }
         for name, value in derived.items():
@@ -327,7 +323,8 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is not JSON: {error}") from error
         if isinstance(record, dict):
-            for name in ("delays", "data_parallel_sizes"):  # they follow from others
+            # these follow from others, and `tried` was of earlier versions
+            for name in ("delays", "data_parallel_sizes", "tried"):
                 record.pop(name, None)
             if record.get("version") == 1:
                 record["version"] = VERSION
@@ -459,7 +456,6 @@ class Plan:
             + ("" if predicted is None else f", predicted step: {predicted:.4g} s")
             + (f"\n{_OF_GABRA}" if bred else "")
             + (f"\nsamples do not meet: {self.split_by}" if self.split_by else "")
-            + (f"; only tried of {', '.join(self.tried)}" if self.tried else "")
         )
         table = Table()
         rows = cells(self)

@@ -194,7 +194,7 @@ def plan_again(
 
     def made(network: NetworkCosts, settings: PlanSettings) -> Plan:
         found = make_plan(network, plan.microbatches, settings=settings, site=site)
-        return replace(found, split_by=plan.split_by, tried=plan.tried)
+        return replace(found, split_by=plan.split_by)
 
     cuts = plan.cuts
     as_now = made(replace(network, cut_points=cuts), replace(fixed, allocation=cuts))

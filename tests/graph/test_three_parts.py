@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capturing import InParts, outputs_and_gradients
+from capturing import InParts, compared, compared_once
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -190,25 +190,6 @@ def near_ones(net: Any, x: Tensor, y: Tensor) -> Tensor:
 
 PROLOGUES: list[Code] = [mixup, random_mask]
 MORE_PROLOGUES: list[Code] = [standardised, one_draw_for_all, near_ones]
-
-
-def compared(network: nn.Module, *args: Any, microbatches: int = 2) -> InParts:
-    """Compare calls in micro-batches with those of a twin, and with another batch size."""
-    network = network.double()
-    twin, parts = deepcopy(network), InParts(network, microbatches)
-    for size in (BATCH, BATCH - 1, BATCH):
-        some = [arg[:size] if arg.dim() and len(arg) == BATCH else arg for arg in args]
-        compared_once(network, twin, parts, *some)
-    return parts
-
-
-def compared_once(network: nn.Module, twin: nn.Module, parts: InParts, *args: Tensor) -> None:
-    expected = outputs_and_gradients(twin, twin, *args)
-    found = outputs_and_gradients(network, parts, *args)
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def also(codes: list[Code], slow_ones: list[Code]) -> Any:
@@ -599,10 +580,6 @@ def by_strides(net: Any, x: Tensor, y: Tensor) -> Tensor:
     return net.c(net.b(h.as_strided(h.shape, (512, 1))))
 
 
-def norm_of_a_gradient(net: Any, x: Tensor, y: Tensor) -> Tensor:
-    return net.c(net.b(Bounds.apply(net.a(x))))
-
-
 def after_a_table(net: Any, x: Tensor, y: Tensor) -> Tensor:
     h = torch.cat([net.b.weight[:4], net.a(x)])
     return net.c(net.b(h)[4:])
@@ -612,7 +589,6 @@ def after_a_table(net: Any, x: Tensor, y: Tensor) -> Tensor:
     ("code", "instead"),
     [
         (by_strides, "Write it with other operators of torch."),
-        (norm_of_a_gradient, "Write it with torch's own operators."),
         (after_a_table, "Keep the batch a dimension of its own, "),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -632,190 +608,3 @@ def test_where_samples_were_seen_to_meet_it_is_said(code: Code) -> None:
     parts = InParts(Net(code).double())
     parts(*inputs(torch.randint(8, (BATCH,))))
     assert str(parts.why_whole).startswith("samples meet in ")
-
-
-# ---------------------------------------------------------------- operations of the user's own
-
-
-@torch.library.custom_op("lightning_hybrid_tests::halved", mutates_args=())
-def halved(x: Tensor, scale: Tensor) -> Tensor:
-    return x * scale / 2
-
-
-@torch.library.custom_op("lightning_hybrid_tests::recentred", mutates_args=())
-def recentred(x: Tensor, scale: Tensor) -> Tensor:
-    return (x - x.mean(0)) * scale
-
-
-@torch.library.custom_op("lightning_hybrid_tests::meets_backwards", mutates_args=())
-def meets_backwards(x: Tensor, scale: Tensor) -> Tensor:
-    return x * scale
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _halved_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    x, scale = ctx.saved_tensors
-    return gradient * scale / 2, (gradient * x / 2).sum()
-
-
-def _met_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    x, scale = ctx.saved_tensors
-    return (gradient - gradient.mean(0)) * scale, (gradient * x).sum()
-
-
-for _operator, _back in (
-    (halved, _halved_back), (recentred, _halved_back), (meets_backwards, _met_back)
-):  # fmt: skip
-    _operator.register_fake(lambda x, scale: torch.empty_like(x))
-    _operator.register_autograd(_back, setup_context=_keep)
-
-
-class Rounds(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class Bounds(torch.autograd.Function):
-    """Its backward bounds the norm of the whole batch's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * (1e3 / gradients[0].norm().clamp(min=1e3))
-
-
-class Recentres(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] - gradients[0].mean(0)
-
-
-class CountsDuplicates(torch.autograd.Function):
-    """Samples meet where two are equal, and random ones of a trial never are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x / (x[:, None] == x).all(2).sum(1, keepdim=True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class Swish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        share = torch.sigmoid(x)
-        return gradients[0] * share * (1 + x * (1 - share))
-
-
-class Scales(torch.autograd.Function):
-    """Has a weight, whose gradient is a sum over the samples."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, scale = ctx.saved_tensors
-        return gradients[0] * scale, (gradients[0] * x).sum()
-
-
-class SharesAResult(torch.autograd.Function):
-    """Its second result is the same for all samples, whose gradients add up in it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 1, scale * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] + gradients[1].sum(), None
-
-
-class DrawsBackwards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] + torch.rand_like(gradients[0])
-
-
-def applied(function: Code) -> Code:
-    return lambda net, x, y: net.c(net.b(function(net, net.a(x))))
-
-
-@pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("function", "splits"),
-    [
-        (lambda net, h: halved(h, net.scale), True),
-        (lambda net, h: recentred(h, net.scale), False),
-        (lambda net, h: meets_backwards(h, net.scale), False),
-        (lambda net, h: Rounds.apply(h * 3), True),
-        (lambda net, h: Swish.apply(h), True),
-        (lambda net, h: Scales.apply(h, net.scale), True),
-        (lambda net, h: torch.mul(*SharesAResult.apply(h, net.scale.detach())), False),
-        (lambda net, h: DrawsBackwards.apply(h), False),
-        (lambda net, h: CountsDuplicates.apply(h), False),
-        pytest.param(lambda net, h: Bounds.apply(h), False, marks=slow),
-        pytest.param(lambda net, h: Recentres.apply(h), False, marks=slow),
-    ],
-    ids=[
-        *(
-            "operator",
-            "operator meets forwards",
-            "operator meets backwards",
-            "rounds",
-            "swish",
-            "weight",
-            "shared result",
-            "draws",
-            "meets where equal",
-        ),
-        *("meets backwards", "meets forwards"),
-    ],
-)
-def test_functions_and_operators_are_tried_forward_and_backward(
-    function: Code, splits: bool
-) -> None:
-    parts = compared(Net(applied(function)), *inputs(torch.randint(8, (BATCH,))))
-    assert (parts.why_whole is None) is splits, parts.why_whole
-    assert parts.graph is not None
-    assert len(parts.graph.tried) == splits
-
-
-def test_a_trial_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = InParts(Net(applied(lambda net, h: halved(h, net.scale))).double(), 3)
-    given = inputs(torch.randint(8, (BATCH,)))
-    seeded: list[int] = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
-    parts(*given)
-    assert parts.graph is not None
-    assert parts.graph.tried
-    assert not seeded

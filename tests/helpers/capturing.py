@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +117,7 @@ class InParts:
     def _run(self, graph: NetworkGraph, values: Sequence[Any]) -> list[Any]:
         leaves = graph.bind(values)
         self.graph, self.why_whole = graph, why_whole(graph, leaves, self._microbatches)
-        tried = f", and a trial of {', '.join(graph.tried)}" if graph.tried else ""
-        self.division = graph.split_by + tried
+        self.division = graph.split_by
         split = self._microbatches if self.why_whole is None else 1
         parts = graph.split(leaves, split)
         self.counted = len(parts)
@@ -224,6 +224,26 @@ def outputs_and_gradients(
     gradients = [p.grad for p in network.parameters()] + [leaf.grad for leaf in leaves]
     kept = [*outputs, *gradients, *network.buffers()]
     return [None if value is None else value.detach().clone() for value in kept]
+
+
+def compared(network: nn.Module, *args: Any, microbatches: int = 2) -> InParts:
+    """Compare calls in micro-batches with those of a twin, and with another batch size."""
+    network, batch = network.double(), len(args[0])
+    twin, parts = deepcopy(network), InParts(network, microbatches)
+    for size in (batch, batch - 1, batch):
+        some = [arg[:size] if arg.dim() and len(arg) == batch else arg for arg in args]
+        compared_once(network, twin, parts, *some)
+    return parts
+
+
+def compared_once(network: nn.Module, twin: nn.Module, parts: InParts, *args: Tensor) -> None:
+    """Compare one call in micro-batches, forward and backward, with that of a twin."""
+    expected = outputs_and_gradients(twin, twin, *args)
+    found = outputs_and_gradients(network, parts, *args)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def same(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
