@@ -296,12 +296,6 @@ class Worker:
         for network in self._networks:
             network.engine.averaging_group.take(command.scale)
 
-    def _hold_hooks(self, command: protocol.HoldHooks) -> None:
-        self._networks[command.network].weight_hooks.hold()
-
-    def _release_hooks(self, command: protocol.ReleaseHooks) -> None:
-        self._networks[command.network].weight_hooks.release(call=command.call)
-
     def _synchronize_buffers(self, command: protocol.SynchronizeBuffers) -> None:
         among = state_buffers(self._module) if command.state else None
         for network in self._networks:
