@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_hybrid.comm import (
     Answer,
@@ -103,11 +102,6 @@ class Worker:
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self.others_follow = False
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """This rank's copies of the user's optimizers, with the states of its own parameters."""
-        return self._optimizers.all
 
     def serve(self) -> None:
         """Carry out the driver's commands until the run ends, or until other stages follow.

@@ -241,7 +241,7 @@ def test_an_evaluation_sends_states_only_if_it_takes_a_step(replicas: Any, steps
         output = replica(value)
         assert_same(output, reference.net(value))
         assert_same(mine.state_dict(), theirs.state_dict())
-        assert worker.optimizers == []
+        assert worker._optimizers.all == []
         if steps:
             for each, optimizer, given in (
                 (module, mine, output), (reference, theirs, reference.net(value))
@@ -252,7 +252,7 @@ def test_an_evaluation_sends_states_only_if_it_takes_a_step(replicas: Any, steps
             mine.step()
             theirs.step()
             replica.driver.commands.ask(GiveFailure())
-            assert len(worker.optimizers[0].state) == 4
+            assert len(worker._optimizers.all[0].state) == 4
         replica.driver.bring_all()
         replica.driver.close()
         replica.driver.end()
