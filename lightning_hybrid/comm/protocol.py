@@ -399,31 +399,6 @@ class TakeAverages(Command):
 
 
 @dataclass(frozen=True)
-class HoldHooks(NetworkCommand):
-    """Take the user's hooks off the weights of a network, before a backward pass.
-
-    Sent only for networks that have such hooks.
-    """
-
-    in_frame = True
-
-
-@dataclass(frozen=True)
-class ReleaseHooks(NetworkCommand):
-    """Put the user's hooks on weights back after a backward pass.
-
-    Attributes:
-        call: whether to call the hooks then with the pass's gradients; false after an error.
-    """
-
-    in_frame = True
-    outdates = frozenset(
-        {RemoteKind.GRADIENT, RemoteKind.PARAMETER}
-    )  # a hook may step an optimizer
-    call: bool
-
-
-@dataclass(frozen=True)
 class SynchronizeBuffers(Command):
     """Give every replica the buffers of replica 0; the workers of all replicas get it.
 

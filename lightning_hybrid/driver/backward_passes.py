@@ -1,7 +1,7 @@
 """The backward passes of the user's code: hooks on weights, and gradients of chosen weights.
 
-The user's hooks on gradients are held back on all ranks while a backward pass runs
-(:mod:`lightning_hybrid.stage.weight_hooks` says why, and does so on one rank).
+The user's hooks on gradients are held back while a backward pass runs
+(:mod:`lightning_hybrid.driver.weight_hooks` says why, and does so for one network).
 
 For `torch.autograd.grad(loss, weights)` and `backward(inputs=weights)`: a call of a network that is
 cut is one node of autograd, which adds the gradients of all weights to ``parameter.grad``, on the
@@ -22,14 +22,12 @@ from torch import Tensor
 from lightning_hybrid._torch.autograd import is_in_backward
 from lightning_hybrid._torch.tensors import as_the_user_sees_them
 from lightning_hybrid.comm import copies_of, signals_deferred
-from lightning_hybrid.comm.protocol import HoldHooks, ReleaseHooks
-from lightning_hybrid.driver.commands import Commands
 from lightning_hybrid.driver.driven_network import DrivenNetwork
-from lightning_hybrid.driver.ownership import Ownership
+from lightning_hybrid.driver.weight_hooks import WorkersGradients
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import place_now
-from lightning_hybrid.remote import RemoteKind, is_deferred
+from lightning_hybrid.remote import is_deferred
 from lightning_hybrid.schedules import STREAMED
 
 Gradient = Tensor | None
@@ -40,21 +38,17 @@ class HeldHooks:
 
     Args:
         networks: the networks that are cut; the list may grow.
-        commands: sends commands to the workers.
         bring_to_owners: brings all gradients to the owners of their parameters.
-        there: takes and sets gradients at workers, if this rank calls the hooks on all weights;
-            ``None``: each rank calls the hooks on the weights that it owns.
+        there: takes and sets gradients at workers.
     """
 
     def __init__(
         self,
         networks: Sequence[DrivenNetwork],
-        commands: Commands,
         bring_to_owners: Callable[[], None],
-        there: "WorkersGradients | None" = None,
+        there: WorkersGradients,
     ) -> None:
         self._networks = networks
-        self._commands = commands
         self._bring_to_owners = bring_to_owners
         self._there = there
 
@@ -69,7 +63,7 @@ class HeldHooks:
             NetworkError: a hook is on a weight of a stage with copies; or a post-accumulate hook
                 could change weights with which forwards of later batches have begun.
         """
-        # (hooks are rare, and holding them sends commands to all ranks)
+        # (hooks are rare, and holding them asks the owners of weights for gradients)
         networks = [network for network in self._networks if network.weight_hooks]
         if not networks:
             yield
@@ -89,69 +83,12 @@ class HeldHooks:
     @signals_deferred
     def _hold(self, networks: Sequence[DrivenNetwork]) -> None:
         for network in networks:
-            if self._there is None:
-                self._commands.tell(HoldHooks(network.number))
             network.weight_hooks.hold(self._there)
 
     @signals_deferred
     def _release(self, networks: Sequence[DrivenNetwork], *, call: bool) -> None:
         for network in networks:
-            # (workers that this rank has left in the middle of a pass would not hear it)
-            if self._there is None and self._commands.workers.in_step:
-                self._commands.tell(ReleaseHooks(network.number, call))
-            network.weight_hooks.release(call=call)
-
-
-class WorkersGradients:
-    """Takes and sets gradients at the workers that own the weights.
-
-    Args:
-        networks: the networks that are cut; the list may grow.
-        commands: sends commands to the workers.
-        ownership: knows who owns which weight.
-    """
-
-    def __init__(
-        self, networks: Sequence[DrivenNetwork], commands: Commands, ownership: Ownership
-    ) -> None:
-        self._networks = networks
-        self._commands = commands
-        self._ownership = ownership
-
-    def _name(self, weight: Tensor) -> str:
-        for network in self._networks:
-            for name, parameter in network.module.named_parameters():
-                if parameter is weight:
-                    return network.full_names([name])[0]
-        return ""
-
-    def has(self, weight: Tensor) -> bool:
-        """Whether a worker owns a weight."""
-        return self._name(weight) in self._ownership.network_of
-
-    def take(self, weight: Tensor) -> Gradient:
-        """Take the gradient off a weight at its owner, and bring it to this device.
-
-        Returns:
-            The gradient; ``None``: the weight has none.
-        """
-        remote, name = self._commands.remote, self._name(weight)
-        remote.flush()
-        if name not in self._ownership.gradient_names():
-            return None
-        gradient = self._ownership.give(RemoteKind.GRADIENT, [name])[name].to(remote.device)
-        self._ownership.clear_gradients([name])
-        remote.outdate(RemoteKind.GRADIENT)
-        return gradient
-
-    def put(self, weight: Tensor, gradient: Gradient) -> None:
-        """Set the gradient of a weight at its owner; ``None`` clears it."""
-        name = self._name(weight)
-        self._commands.remote.flush()
-        self._ownership.clear_gradients([name])
-        if gradient is not None:
-            self._ownership.take(RemoteKind.GRADIENT, {name: gradient})
-        self._commands.remote.outdate(RemoteKind.GRADIENT)
+            network.weight_hooks.release(self._there, call=call)
 
 
 def _refuse_copies(networks: Sequence[DrivenNetwork]) -> None:

@@ -47,6 +47,7 @@ from lightning_hybrid.driver.found_network import (
 )
 from lightning_hybrid.driver.network_call import NetworkCall
 from lightning_hybrid.driver.network_options import DriverOptions
+from lightning_hybrid.driver.weight_hooks import is_of_the_user
 from lightning_hybrid.errors import NetworkError, NetworkNotFoundError, PlanError
 from lightning_hybrid.graph import (
     NetworkGraph,
@@ -57,7 +58,7 @@ from lightning_hybrid.graph import (
 )
 from lightning_hybrid.planning import Plan
 from lightning_hybrid.remote import Hollow
-from lightning_hybrid.stage import is_of_the_user, tensors_of
+from lightning_hybrid.stage import tensors_of
 
 
 class Discovery:

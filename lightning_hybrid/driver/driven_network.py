@@ -28,6 +28,7 @@ from lightning_hybrid.driver.microbatches import NumbersOfMicrobatches, Speciali
 from lightning_hybrid.driver.seed_numbers import StepCalls
 from lightning_hybrid.driver.streamed_calls import Batches, EarlyCalls
 from lightning_hybrid.driver.tied_weights import Borrowing
+from lightning_hybrid.driver.weight_hooks import WeightHooks
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.graph import NetworkGraph
 from lightning_hybrid.remote import RemoteKind, read_now
@@ -81,6 +82,7 @@ class DrivenNetwork(StagedNetwork):
 
     Attributes:
         placement: which ranks have which stages, and the schedule.
+        weight_hooks: the user's hooks on the gradients of weights.
         leaf: a tensor that stands for the parameters in autograd's graph.
         stream: its calls that were launched early; ``None``: its schedule launches none.
         age: how often weights have possibly changed. A call is not run again at another age.
@@ -99,6 +101,7 @@ class DrivenNetwork(StagedNetwork):
     ) -> None:
         super().__init__(number, name, module, engine)
         self.placement = engine.placement
+        self.weight_hooks = WeightHooks(module)
         self._continues_generators = continues_generators
         self._has_copy = self.placement.collects
         self._commands = parts.commands

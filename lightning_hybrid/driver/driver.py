@@ -29,7 +29,7 @@ from lightning_hybrid.comm import (
     signals_deferred,
 )
 from lightning_hybrid.comm.protocol import Command, Placement
-from lightning_hybrid.driver.backward_passes import HeldHooks, UserBackwards, WorkersGradients
+from lightning_hybrid.driver.backward_passes import HeldHooks, UserBackwards
 from lightning_hybrid.driver.commands import Commands, Workers
 from lightning_hybrid.driver.driven_network import DrivenNetwork, PartsOfDriver
 from lightning_hybrid.driver.driven_optimizers import DrivenOptimizers
@@ -41,6 +41,7 @@ from lightning_hybrid.driver.seed_numbers import StepCalls
 from lightning_hybrid.driver.stage_distribution import Distribution
 from lightning_hybrid.driver.streamed_calls import Batches
 from lightning_hybrid.driver.tied_weights import Borrowing
+from lightning_hybrid.driver.weight_hooks import WorkersGradients
 from lightning_hybrid.driver.weights import FilesOfWorkers, Replicated, Weights
 from lightning_hybrid.driver.when_to_average import ReplicaGradients
 from lightning_hybrid.errors import HybridError
@@ -170,12 +171,7 @@ class Driver:
         self.state_dicts = OptimizerStateDicts(self.optimizers, mesh, files, options.say)
         self._shards = options.shards and here.replicas > 1
         there = WorkersGradients(self._networks, self.commands, self._ownership)
-        hooks = HeldHooks(
-            self._networks,
-            self.commands,
-            self.gradients.bring_to_owners,
-            there,
-        )
+        hooks = HeldHooks(self._networks, self.gradients.bring_to_owners, there)
         self.user_backwards = UserBackwards(self._networks, self.gradients, hooks)
         # (only buffers that a training step reads must be the same on all replicas in training)
         self._has_state = here.replicas > 1 and bool(state_buffers(module))

@@ -478,11 +478,6 @@ class NetworkGraph:
         return None
 
     @property
-    def symbol(self) -> Any:
-        """The first of the size symbols that stand for the batch size; ``None``: it is fixed."""
-        return self.symbols[0] if self.symbols else None
-
-    @property
     def is_static(self) -> bool:
         """Whether the graph holds for one batch size only (as when captured with one sample)."""
         return not self.symbols

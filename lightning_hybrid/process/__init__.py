@@ -8,8 +8,6 @@ from lightning_hybrid.process.children import (
 )
 from lightning_hybrid.process.device_survey import (
     cluster_of,
-    know_machine,
-    known_machine,
     look_around,
 )
 from lightning_hybrid.process.first_fault import is_loss, is_unnamed_loss, read_fault

@@ -1,7 +1,7 @@
 """Survey of the machine: all ranks measure devices and links together and exchange the results.
 
-The results are kept for the life of the process: a script that trains several times plans each time
-with the same numbers.
+Rank 0 keeps the results as long as it lives, and gives them to the others: a script that trains
+several times plans each time with the same numbers, and so do ranks that are started later.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def devices_of_all(
 
 
 _SEEN: dict[tuple[object, ...], Machine] = {}
-"""Results of :func:`look_around`, by number of ranks, device, backend and given speeds."""
+"""Results of :func:`look_around` by its arguments, on rank 0; elsewhere nobody reads them."""
 
 
 def look_around(
@@ -78,7 +78,8 @@ def look_around(
 ) -> Machine:
     """Measure the devices and links of all ranks (collective: all ranks call this together).
 
-    A second call with the same arguments measures nothing, and returns the first result.
+    Where rank 0 has called it with the same arguments before, with as many ranks, nothing is
+    measured, and all ranks get the first result.
 
     Args:
         world: gloo group of all ranks.
@@ -91,9 +92,10 @@ def look_around(
         The devices by global rank, and the speeds of links; equal on all ranks.
     """
     key = world.size(), device, backend, given
-    if key not in _SEEN:
-        _SEEN[key] = _look_around(world, device, backend, given)
-    return _SEEN[key]
+    # (by rank 0 alone, since the others may have been started later, or have missed a run)
+    seen: Machine | None = broadcast_object(world, _SEEN.get(key))
+    _SEEN[key] = machine = seen or _look_around(world, device, backend, given)
+    return machine
 
 
 def cluster_of(
@@ -116,49 +118,6 @@ def cluster_of(
     drivers = broadcast_object(world, drivers, 0)
     cluster = machine.cluster(here.replicas, here.ranks_per_replica, drivers)
     return replace(cluster, order=here.order or cluster.order)
-
-
-def known_machine(
-    size: int, device: torch.device, backend: str, given: tuple[float, ...] | None
-) -> Machine | None:
-    """Return the stored result of :func:`look_around`; ``None``: there is none, it would measure.
-
-    Called on rank 0, which sends the result to servers in its `JoinOrder`.
-
-    Args:
-        size: number of all ranks.
-        device: device of this rank.
-        backend: backend of tensors between ranks, ``"gloo"`` or ``"nccl"``.
-        given: the user's relative speeds of the devices, by global rank; ``None``: they are to be
-            measured.
-    """
-    return _SEEN.get((size, device, backend, given))
-
-
-def know_machine(
-    machine: Machine | None,
-    size: int,
-    device: torch.device,
-    backend: str,
-    given: tuple[float, ...] | None,
-) -> None:
-    """On a server, store what rank 0 has as the result of :func:`look_around`.
-
-    So either all ranks measure in the next call of that function, or none does.
-
-    Args:
-        machine: what :func:`known_machine` has returned on rank 0; ``None``: a result that this
-            process has is forgotten.
-        size: number of all ranks.
-        device: device of this rank.
-        backend: backend of tensors between ranks, ``"gloo"`` or ``"nccl"``.
-        given: the user's relative speeds of the devices, by global rank; ``None``: they are to be
-            measured.
-    """
-    key = size, device, backend, given
-    _SEEN.pop(key, None)
-    if machine is not None:
-        _SEEN[key] = machine
 
 
 def _look_around(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.comm import Failure
 from lightning_hybrid.errors import RemoteError
-from lightning_hybrid.planning import Machine, Sizes
+from lightning_hybrid.planning import Sizes
 from lightning_hybrid.process.children import have_met
 from lightning_hybrid.process.joining import History
 from lightning_hybrid.process.world import NoWorld, Phase
@@ -34,14 +34,12 @@ class Choice:
     Attributes:
         sizes: numbers of replicas, stages and micro-batches.
         servers: global ranks that stay servers.
-        machine: the surveyed devices.
         history: which groups rank 0 has.
         said: what rank 0 has broadcast so far, in this order.
     """
 
     sizes: Sizes
     servers: frozenset[int]
-    machine: Machine
     history: History
     said: tuple[Any, ...]
 

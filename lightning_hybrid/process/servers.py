@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hybrid.comm import Coordinates
-from lightning_hybrid.planning import Machine
 from lightning_hybrid.process.joining import MEETING_TIMEOUT, History
 from lightning_hybrid.process.watchdogs import HostWatch
 from lightning_hybrid.stage import ModuleOutline, StageOptions
@@ -41,7 +40,6 @@ class JoinOrder:
         timeout: time-out of tensors between ranks.
         devices: the devices of a host, by local rank; equal on all hosts.
         surveys: whether all ranks survey their devices together.
-        machine: what an earlier survey on rank 0 has found; ``None``: there was none.
         capacity: relative speeds of the devices by global rank, from the user; ``None``: measured.
         lone: whether sizes are still to be chosen on rank 0: then devices are surveyed, and no mesh
             is joined. The next order is another one to join.
@@ -53,7 +51,6 @@ class JoinOrder:
     timeout: timedelta
     devices: tuple[torch.device, ...]
     surveys: bool
-    machine: Machine | None
     capacity: tuple[float, ...] | None
     lone: bool = False
 

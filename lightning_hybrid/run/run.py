@@ -44,7 +44,7 @@ class Run:
         synchronised: whether batch statistics are taken over the replicas.
         building: how the weights of the module were made: whole on each rank, or by their owners.
         stopwatch: adds up the times of forwards and backwards of this rank, for the log and for
-            ``replan="epoch"``; ``None``: nobody reads them.
+            ``Search(replan="epoch")``; ``None``: nobody reads them.
         shared: names of the parameters and buffers that the module has on all drivers.
         plans: the plans in force by name of the network; a plan is added when its network is cut.
         progress: shows the work before the first step.
@@ -106,8 +106,7 @@ class Run:
             synchronised=fitting and synchronise and world.coordinates.replicas > 1,
             building=building,
             stopwatch=Stopwatch(device)
-            if config.log_performance
-            or (fitting and (config.replans_cuts or config.replans_shares))
+            if config.log_performance or (fitting and config.replans_cuts)
             else None,
             shared=world.shared_names(trainer.lightning_module),
             plans=plans,

@@ -39,4 +39,3 @@ from lightning_hybrid.stage.staged_network import (
 )
 from lightning_hybrid.stage.synchronised_batchnorm import Synchronised
 from lightning_hybrid.stage.trace import Stopwatch, Trace, bubble, serial_s
-from lightning_hybrid.stage.weight_hooks import is_of_the_user

@@ -12,7 +12,6 @@ from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
 from lightning_hybrid.stage.calls import Call, Recipe, SavedForward, Traffic
 from lightning_hybrid.stage.engine import Engine
-from lightning_hybrid.stage.weight_hooks import WeightHooks
 
 
 class StagedNetwork:
@@ -27,7 +26,6 @@ class StagedNetwork:
     Attributes:
         calls: differentiable calls that still have a backward to come, by number.
         keys: keys of calls, by number.
-        weight_hooks: the user's hooks on the gradients of weights.
     """
 
     def __init__(self, number: int, name: str, module: nn.Module, engine: Engine) -> None:
@@ -39,7 +37,6 @@ class StagedNetwork:
         self.keys: dict[int, CallKey] = {}
         self._traffic: dict[int, list[Traffic]] = {}
         self._parameters = list(module.parameters())
-        self.weight_hooks = WeightHooks(module)
 
     def add_key(self, key: CallKey, number: int | None = None) -> int:
         """Register a key of calls: from then on :meth:`open` takes commands that have its number.

@@ -13,7 +13,7 @@ For a checkpoint :func:`gather_states` brings them to one rank, tensor by tensor
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,14 +26,13 @@ from lightning_hybrid.comm import (
     ANOTHER_REPLICA,
     Group,
     TensorSpec,
-    bytes_of,
     gather_objects,
     start,
     wait,
 )
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.stage import Broadcasts
-from lightning_hybrid.state.tensor_file import PIECE_BYTES, TensorFile, let_go
+from lightning_hybrid.state.tensor_file import PIECE_BYTES, filed, let_go, pieces_of, to_send
 
 ReplicaOfState = dict[str, int]
 """By name of a parameter, the number of the replica that has its state, which never changes."""
@@ -250,53 +249,25 @@ def gather_states(group: Group, mine: StatesByName, folder: str) -> StatesByName
         On the first rank the states of all other ranks; on the others an empty dictionary.
 
     Raises:
-        OSError: there is no room for the file.
+        NoRoom: there is no room for the files.
     """
-    outlines: list[StatesByName] = gather_objects(
-        group, {name: outlined(state) for name, state in mine.items()}
-    )
+    packed, specs, tensors = to_send(mine)
+    everyones = gather_objects(group, (packed, specs))
     if group.rank():
-        for name, state in outlines[group.rank()].items():
-            for key, spec in state.items():
-                if isinstance(spec, TensorSpec):
-                    _send(group, spec.laid_out(mine[name][key]))
+        for spec, tensor in zip(specs, tensors):
+            _send(group, spec.laid_out(tensor))
         return {}
     found: StatesByName = {}
-    for source, theirs in enumerate(outlines[1:], 1):
-        with closing(TensorFile(folder)) as file:
-            stored = {
-                name: {key: _stored(file, group, source, value) for key, value in state.items()}
-                for name, state in theirs.items()
-            }
-            found |= file.mapped(stored)
+    for source, (packed, specs) in enumerate(everyones[1:], 1):
+        found |= filed(packed, specs, (_pieces(group, source, spec) for spec in specs), folder)
     return found
 
 
 def _send(group: Group, tensor: Tensor) -> None:
     """Send a tensor to the first rank of a group, piece by piece; :func:`_pieces` receives it."""
-    for piece in bytes_of(tensor).split(PIECE_BYTES) if tensor.numel() else ():
-        here = piece.cpu()
-        wait(start(group.send, [here], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
-        let_go(here.numpy().data)  # (it may be mapped from a worker's file)
-
-
-def _stored(file: TensorFile, group: Group, source: int, value: Any) -> Any:
-    """Receive a part of a state from another rank, and write it to a file.
-
-    Args:
-        file: the file.
-        group: the group of both ranks.
-        source: index in the group of the rank that sends.
-        value: the part as :func:`outlined` gives it: a spec for a tensor that is sent.
-
-    Returns:
-        A token for the tensor in the file; an empty tensor, or what is no spec, as it is.
-    """
-    if not isinstance(value, TensorSpec):
-        return value
-    if 0 in value.shape:
-        return value.empty(torch.device("cpu"))
-    return file.store(value, _pieces(group, source, value))
+    for piece in pieces_of(tensor):
+        wait(start(group.send, [piece], 0, 0, peer=ANOTHER_REPLICA), ANOTHER_REPLICA)
+        let_go(piece.numpy().data)  # (it may be mapped from a worker's file)
 
 
 def _pieces(group: Group, source: int, spec: TensorSpec) -> Iterator[Tensor]:

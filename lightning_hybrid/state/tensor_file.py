@@ -17,7 +17,7 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,25 +138,6 @@ class TensorFile:
         """
         return self.ticket(rebuild(value, lambda p: self._write(p) if _is_dense(p) else p))
 
-    def receive(self, value: Any, specs: Sequence[TensorSpec], tensors: Iterable[Tensor]) -> Any:
-        """Write tensors as they come, and map them.
-
-        Args:
-            value: nested containers with a `_PlaceInMessage` for each of the tensors.
-            specs: for each of the tensors its shape, type and strides.
-            tensors: the tensors, in the order of their numbers.
-
-        Returns:
-            The containers with the tensors, which map this file.
-
-        Raises:
-            OSError: there is no room for them.
-        """
-        places = [self._write(spec.laid_out(tensor)) for tensor, spec in zip(tensors, specs)]
-        return self.mapped(
-            rebuild(value, lambda p: places[p.number] if isinstance(p, _PlaceInMessage) else p)
-        )
-
     def mapped(self, packed: Any) -> Any:
         """Return nested containers with tensors that were written; the tensors map this file.
 
@@ -220,8 +201,17 @@ class TensorFile:
 
     def _write(self, tensor: Tensor) -> Token:
         spec = TensorSpec.of(tensor, gradient=False)
-        memory = bytes_of(spec.laid_out(tensor))
-        return self.store(spec, (piece.cpu() for piece in memory.split(PIECE_BYTES)))
+        return self.store(spec, pieces_of(spec.laid_out(tensor)))
+
+
+def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a tensor in the order of memory, piece by piece, as tensors on the CPU.
+
+    Args:
+        tensor: a tensor without gaps between its numbers, in any order of dimensions.
+    """
+    for piece in bytes_of(tensor).split(PIECE_BYTES):
+        yield piece.cpu()
 
 
 def _nameless_file(folder: str, nbytes: int) -> BinaryIO:
@@ -529,6 +519,60 @@ def load_unread(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     return loaded
 
 
+def to_send(value: Any) -> tuple[Any, list[TensorSpec], list[Tensor]]:
+    """Take the dense tensors out of nested containers, to be sent to a rank that calls `filed`.
+
+    Args:
+        value: the containers. What else is in them, sparse and empty tensors too, stays there, on
+            the CPU.
+
+    Returns:
+        The containers with a `_PlaceInMessage` for each dense tensor; for each its shape, type and
+        strides; and the tensors, in the order of their numbers.
+    """
+    found: list[Tensor] = []
+
+    def take(part: Any) -> Any:
+        if not _is_dense(part):
+            return part.cpu() if isinstance(part, Tensor) else part
+        found.append(part)
+        return _PlaceInMessage(len(found) - 1)
+
+    packed = rebuild(value, take)
+    return packed, [TensorSpec.of(tensor, gradient=False) for tensor in found], found
+
+
+def filed(
+    packed: Any, specs: Sequence[TensorSpec], tensors: Iterable[Iterable[Tensor]], folder: str
+) -> Any:
+    """Write tensors that another rank sends to a file of this rank, as they come, and map them.
+
+    Args:
+        packed: the containers that :func:`to_send` has returned there.
+        specs: for each tensor its shape, type and strides, likewise.
+        tensors: for each tensor its bytes in the order of memory, in pieces on the CPU; they are
+            received here.
+        folder: preferred folder of the file.
+
+    Returns:
+        The containers with the tensors, which map the file.
+
+    Raises:
+        NoRoom: there is no room for the file.
+    """
+    nbytes = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)
+    try:
+        with closing(TensorFile(folder, nbytes)) as file:
+            places = [file.store(spec, pieces) for pieces, spec in zip(tensors, specs)]
+            return file.mapped(
+                rebuild(packed, lambda p: places[p.number] if isinstance(p, _PlaceInMessage) else p)
+            )
+    except NoRoom:
+        raise
+    except OSError as error:  # (a quota, say, of which nothing was known before)
+        raise NoRoom(error.errno, f"A file of tensors: {error.strerror}", folder) from error
+
+
 class FilesOfWorker:
     """Makes a worker's answers that hand tensors to its driver: in a file, or one by one.
 
@@ -553,17 +597,8 @@ class FilesOfWorker:
             containers, with a `_PlaceInMessage` for each tensor, and the specs.
         """
         self.close()
-        found: list[Tensor] = []
-
-        def take(part: Any) -> Any:
-            if not _is_dense(part):
-                return part
-            found.append(part)
-            return _PlaceInMessage(len(found) - 1)
-
-        packed = rebuild(value, take)
+        packed, specs, found = to_send(value)
         if folder is None:
-            specs = [TensorSpec.of(tensor, gradient=False) for tensor in found]
             named = ((str(number), tensor) for number, tensor in enumerate(found))
             return Answer(value=(packed, specs), tensors=named)
         with suppress(OSError):
@@ -593,14 +628,9 @@ def received(answer: Answer, folder: str) -> Any:
         NoRoom: there is no room for the file.
     """
     packed, specs = answer.value
-    nbytes = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)
-    try:
-        with closing(TensorFile(folder, nbytes)) as file:
-            return file.receive(packed, specs, (tensor for _, tensor in answer.tensors))
-    except NoRoom:
-        raise
-    except OSError as error:  # (a quota, say, of which nothing was known before)
-        raise NoRoom(error.errno, f"A file of tensors: {error.strerror}", folder) from error
+    come = zip(answer.tensors, specs)  # (in this order, so that none is left to be received)
+    whole = (pieces_of(spec.laid_out(tensor)) for (_, tensor), spec in come)
+    return filed(packed, specs, whole, folder)
 
 
 def put_mapped(module: nn.Module, values: Mapping[str, Tensor]) -> None:

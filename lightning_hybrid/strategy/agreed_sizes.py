@@ -13,7 +13,7 @@ from typing import Any
 from lightning_hybrid._lightning import Trainer, is_overridden, rank_zero_info
 from lightning_hybrid.process import Phase
 from lightning_hybrid.run import choose_on_rank_0
-from lightning_hybrid.strategy.ranks import StrategyRanks
+from lightning_hybrid.strategy.ranks import StrategyRanks, given
 
 
 def agree_on_sizes(
@@ -42,7 +42,6 @@ def agree_on_sizes(
         Whether sizes were chosen. ``False``: none could be, and all devices form one chain.
     """
     world = ranks.joined
-    machine = ranks.look_around(world.everyone.world)
     told = ranks.told_replicas
     if told is not None:
         rank_zero_info(
@@ -59,6 +58,7 @@ def agree_on_sizes(
     sizes = None
     if world.coordinates.rank == 0:
         with world.choosing():
+            machine = given(ranks.machine, "machine")
             sizes = choose_on_rank_0(trainer, ranks.config, machine, may_have)
     lone = world.phase is Phase.LONE
     if not lone:
@@ -69,9 +69,9 @@ def agree_on_sizes(
     elif lone:
         ranks.config = replace(ranks.config, data_parallel_size=1)
     if lone:
-        ranks.meet_as_chosen(machine, start_drivers)
+        ranks.meet_as_chosen(start_drivers)
     else:
-        ranks.take_coordinates(machine)
+        ranks.take_coordinates()
     return sizes is not None
 
 

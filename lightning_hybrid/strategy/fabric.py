@@ -49,7 +49,6 @@ from lightning_hybrid.strategy.launcher import (
     HybridSubprocessLauncher,
     LaunchedFunction,
 )
-from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks
 from lightning_hybrid.strategy.refusals import refuse_device, refuse_lazy, refuse_optimizers
 from lightning_hybrid.strategy.replica_ranks import ReplicaRanks
@@ -99,7 +98,6 @@ class HybridGabraFabricStrategy(ReplicaRanks, FabricDDPStrategy):
         "function that is given to fabric.launch."
     )
 
-    @tells_new_names
     def __init__(
         self,
         *,

@@ -54,8 +54,6 @@ from lightning_hybrid.process import (
     has_met,
     history,
     join,
-    know_machine,
-    known_machine,
     latest_order,
     look_around,
     orders,
@@ -83,6 +81,8 @@ class StrategyRanks:
             Fabric has set them.
         hosts: number of hosts.
         world: all ranks; a `NoWorld` until this process has met them.
+        machine: the devices of all ranks, as they were surveyed for the choice of sizes; ``None``:
+            none were to be chosen so far.
         launched: the numbers that the launcher has given this process.
         told_replicas: number of replicas that the user's code was told before it was chosen;
             ``None``: it was told none.
@@ -95,6 +95,7 @@ class StrategyRanks:
         self.devices: list[torch.device] | None = None
         self.hosts = 1
         self.world: World | NoWorld = NoWorld()
+        self.machine: Machine | None = None
         self.launched = LauncherRanks()
         self._shown = ShownRanks()
         self.told_replicas: int | None = None
@@ -268,6 +269,8 @@ class StrategyRanks:
     def meet(self, backend: str, timeout: timedelta) -> None:
         """Meet all other ranks when a run starts; join the mesh if sizes are given (collective).
 
+        If they are open, the devices are surveyed, by which sizes are then chosen.
+
         Rank 0 first orders the servers of this script to come. A default process group of torch
         that exists already is closed. A driver that is started late meets nobody yet.
 
@@ -318,21 +321,20 @@ class StrategyRanks:
         self._latest_order = latest_order(store)
         if self.sizes_are_open:
             self._show()  # of one chain, so that nobody divides data by all processes
+            self.machine = self._look_around(self.world.everyone.world)
             if Servers.lone:
-                self.look_around(self.world.everyone.world)
                 self.world.phase = Phase.LONE
         else:
             self.take_coordinates()
 
     def meet_as_chosen(
-        self, machine: Machine, start_drivers: Callable[[Collection[int]], list["Popen[bytes]"]]
+        self, start_drivers: Callable[[Collection[int]], list["Popen[bytes]"]]
     ) -> None:
         """Meet all ranks again when rank 0, which has run the script alone, has chosen sizes.
 
         Drivers of other replicas are started, and the servers end whose places they take.
 
         Args:
-            machine: the surveyed devices.
             start_drivers: starts the script for these ranks, and returns the processes of the
                 servers that had their places.
         """
@@ -347,7 +349,6 @@ class StrategyRanks:
             Choice(
                 sizes=given(self.config.sizes, "sizes"),
                 servers=frozenset(Servers.ranks),
-                machine=machine,
                 history=history(),
                 said=tuple(world.said),
             ).leave(self._store)
@@ -369,9 +370,6 @@ class StrategyRanks:
         self.config = replace(self.config, sizes=choice.sizes)
         Servers.ranks.update(choice.servers)
         drop_what_driver_lacks(choice.history)
-        capacity, device = self.config.capacity, self.root_device
-        backend, size = backend_on(device, self._backend), self.hosts * self.per_host
-        know_machine(choice.machine, size, device, backend, capacity)
         world.come(self.launched.rank)
         self.meet(self._backend, self._timeout)
 
@@ -433,8 +431,6 @@ class StrategyRanks:
             here: coordinates of this process.
         """
         devices = given(self.devices, "parallel_devices")
-        capacity, device = self.config.capacity, self.root_device
-        backend, size = backend_on(device, self._backend), self.hosts * self.per_host
         return JoinOrder(
             history=before,
             coordinates=replace(here, order=self._order_of_plan),
@@ -442,8 +438,7 @@ class StrategyRanks:
             timeout=self._timeout,
             devices=tuple(devices),
             surveys=self.config.needs_survey(*self.shape),
-            machine=known_machine(size, device, backend, capacity),
-            capacity=capacity,
+            capacity=self.config.capacity,
             lone=Servers.lone,
         )
 
@@ -488,7 +483,7 @@ class StrategyRanks:
         """For each index in the mesh its global rank, by the user's plan; empty: no such order."""
         return self.config.plan.ranks if self.config.plan is not None else ()
 
-    def look_around(self, group: Group) -> Machine:
+    def _look_around(self, group: Group) -> Machine:
         """Survey the devices and links of all ranks, or return an earlier result (collective).
 
         Args:
@@ -497,15 +492,12 @@ class StrategyRanks:
         backend = backend_on(self.root_device, self._backend)
         return look_around(group, self.root_device, backend, self.config.capacity)
 
-    def take_coordinates(self, machine: Machine | None = None) -> None:
+    def take_coordinates(self) -> None:
         """Join the mesh of replicas and stages, when sizes are known (collective over all ranks).
 
         This rank gets its coordinates. Environment variables and Lightning's cluster environment
-        are set to the world of the replicas, and torch's default group to that of the drivers.
-
-        Args:
-            machine: the devices, if they have been surveyed; ``None``: they are surveyed here if
-                anything depends on them.
+        are set to the world of the replicas, and torch's default group to that of the drivers. If
+        anything depends on the devices, they are surveyed.
         """
         world, (replicas, stages) = self.joined, self.shape
         if replicas > 1 and self._reseeds:  # drivers start with the same generators
@@ -514,7 +506,7 @@ class StrategyRanks:
         here = replace(self._coordinates_at(self.launched.rank), order=self._order_of_plan)
 
         def look(group: Group) -> Cluster:
-            return cluster_of(group, machine or self.look_around(group), here, self._drivers)
+            return cluster_of(group, self._look_around(group), here, self._drivers)
 
         joined = join(
             world.everyone,

@@ -67,7 +67,6 @@ from lightning_hybrid.state import (
 )
 from lightning_hybrid.strategy.agreed_sizes import Prepared, agree_on_sizes
 from lightning_hybrid.strategy.launcher import HybridSubprocessLauncher
-from lightning_hybrid.strategy.old_names import tells_new_names
 from lightning_hybrid.strategy.ranks import StrategyRanks, given
 from lightning_hybrid.strategy.refusals import (
     allows_sizes,
@@ -171,7 +170,6 @@ class HybridGabraStrategy(ReplicaRanks, DDPStrategy):
         "trainer.fit, validate, test or predict and its end."
     )
 
-    @tells_new_names
     def __init__(
         self,
         *,

@@ -27,7 +27,6 @@ from lightning_hybrid.process import (
     cluster_of,
     drop_what_driver_lacks,
     join,
-    know_machine,
     look_around,
     orders,
     reach,
@@ -130,7 +129,6 @@ class Server:
         if device.type == "cuda":  # as Lightning does for a rank that runs the script
             torch.cuda.set_device(device)
         drop_what_driver_lacks(order.history)
-        know_machine(order.machine, size, device, backend, order.capacity)
         self._world = world = World(reach(here, self._meeting), order.timeout)
         world.begin()
         if order.lone:

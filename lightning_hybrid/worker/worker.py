@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_hybrid.comm import (
     Answer,
@@ -103,11 +102,6 @@ class Worker:
         self._trainable: tuple[int, tuple[bool, ...]] | None = None
         self._failure: Failure | None = None
         self.others_follow = False
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """This rank's copies of the user's optimizers, with the states of its own parameters."""
-        return self._optimizers.all
 
     def serve(self) -> None:
         """Carry out the driver's commands until the run ends, or until other stages follow.
@@ -295,12 +289,6 @@ class Worker:
     def _take_averages(self, command: protocol.TakeAverages) -> None:
         for network in self._networks:
             network.engine.averaging_group.take(command.scale)
-
-    def _hold_hooks(self, command: protocol.HoldHooks) -> None:
-        self._networks[command.network].weight_hooks.hold()
-
-    def _release_hooks(self, command: protocol.ReleaseHooks) -> None:
-        self._networks[command.network].weight_hooks.release(call=command.call)
 
     def _synchronize_buffers(self, command: protocol.SynchronizeBuffers) -> None:
         among = state_buffers(self._module) if command.state else None

@@ -22,11 +22,11 @@ DEFINED = {
 }
 COMMANDS = sorted((m for m in DEFINED if issubclass(m, Command)), key=lambda m: m.__name__)
 CHANGES_GRADIENTS = {
-    *("Backward", "Reduce", "TakeAverages", "ReleaseHooks"),
+    *("Backward", "Reduce", "TakeAverages"),
     *("ZeroGrad", "ClipNorm", "ClipValues", "Unscale"),
 }
 CHANGES_BUFFERS = {"Forward", "CommitEarlyForward", "SynchronizeBuffers"}
-CHANGES_PARAMETERS = {"StepOptimizer", "ReleaseHooks"}
+CHANGES_PARAMETERS = {"StepOptimizer"}
 CHANGES = {
     RemoteKind.GRADIENT: CHANGES_GRADIENTS,
     RemoteKind.BUFFER: CHANGES_BUFFERS,

@@ -1,7 +1,7 @@
 """After a run each rank finds all weights, and changes its own; files need not be readable."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_hybrid.comm.protocol import GiveFailure
+from lightning_hybrid.comm.protocol import Answer, GiveFailure
 from lightning_hybrid.driver import bring_here
 from lightning_hybrid.driver import weights as files
 from lightning_hybrid.errors import DeferredError
@@ -241,7 +241,7 @@ def test_an_evaluation_sends_states_only_if_it_takes_a_step(replicas: Any, steps
         output = replica(value)
         assert_same(output, reference.net(value))
         assert_same(mine.state_dict(), theirs.state_dict())
-        assert worker.optimizers == []
+        assert worker._optimizers.all == []
         if steps:
             for each, optimizer, given in (
                 (module, mine, output), (reference, theirs, reference.net(value))
@@ -252,7 +252,7 @@ def test_an_evaluation_sends_states_only_if_it_takes_a_step(replicas: Any, steps
             mine.step()
             theirs.step()
             replica.driver.commands.ask(GiveFailure())
-            assert len(worker.optimizers[0].state) == 4
+            assert len(worker._optimizers.all[0].state) == 4
         replica.driver.bring_all()
         replica.driver.close()
         replica.driver.end()
@@ -455,18 +455,16 @@ def test_numbers_that_are_sent_take_memory_for_one_tensor_at_a_time(
     trained = Trained(replicas, (1, 2, 0))
     come, kept = WeakSet[Tensor](), list[int]()
 
-    class Counted(tensor_file.TensorFile):
-        def receive(self, value: Any, specs: Any, tensors: Iterable[Tensor]) -> Any:
-            return super().receive(value, specs, self._counted(tensors))
+    def counted(answer: Answer) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in answer.tensors:
+            come.add(tensor)
+            kept.append(len(come))
+            yield name, tensor
 
-        @staticmethod
-        def _counted(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-            for tensor in tensors:
-                come.add(tensor)
-                kept.append(len(come))
-                yield tensor
+    def receive(answer: Answer, folder: str) -> Any:
+        return tensor_file.received(replace(answer, tensors=counted(answer)), folder)
 
-    monkeypatch.setattr(tensor_file, "TensorFile", Counted)
+    monkeypatch.setattr(files, "received", receive)
     with trained.replica.driver.weights.gathered():
         found = {name: t.clone() for name, t in trained.module.state_dict().items()}
     assert_same(found, dict(trained.reference.state_dict()))

@@ -424,8 +424,8 @@ def test_a_hook_on_a_weight_of_a_stage_with_copies_is_refused_by_its_name(replic
     network: Any = model()
     network.net[0].weight.register_hook(lambda gradient: gradient)
     replica = replicas(network, SHAPES["2-1"])
-    driver = replica.driver
-    hooks = HeldHooks([replica.network], driver.commands, driver.gradients.bring_to_owners)
+    there: Any = None  # nobody asks it
+    hooks = HeldHooks([replica.network], replica.driver.gradients.bring_to_owners, there)
     with pytest.raises(NetworkError, match=r"'0.weight' in network 'net' has a hook"), hooks():
         pass
 

@@ -9,6 +9,7 @@ from driven import Replica, batches, loss_of, model
 from torch import nn
 
 from lightning_hybrid.driver.backward_passes import HeldHooks
+from lightning_hybrid.driver.weight_hooks import WorkersGradients
 
 
 def clamp(network: nn.Module) -> None:
@@ -17,8 +18,9 @@ def clamp(network: nn.Module) -> None:
 
 
 def held(replica: Replica) -> HeldHooks:
-    driver = replica.driver
-    return HeldHooks([replica.network], driver.commands, driver.gradients.bring_to_owners)
+    driver, networks = replica.driver, [replica.network]
+    there = WorkersGradients(networks, driver.commands, driver._ownership)
+    return HeldHooks(networks, driver.gradients.bring_to_owners, there)
 
 
 @pytest.mark.parametrize("devices", [(1, 0), (1, 2, 0), (1, 2, 1, 0)])
@@ -30,8 +32,6 @@ def test_gradients_are_those_of_one_device_with_its_hooks(
     for network in (reference.net, module.net):
         clamp(network)
     replica = replicas(module, devices)
-    for worker in replica.modules.values():  # copies have no hooks
-        clamp(worker.net)
     hooks = held(replica)
     for _ in range(2):  # which accumulate
         loss_of(reference, reference.net(value) + reference.net(-value)).backward()
@@ -45,14 +45,9 @@ def test_gradients_are_those_of_one_device_with_its_hooks(
 def test_after_an_error_the_hooks_are_back(replicas: Any) -> None:
     module, [value] = model(), batches(1)
     heard: list[None] = []
-
-    def listen(network: nn.Module) -> None:
-        for parameter in network.parameters():
-            parameter.register_hook(lambda _: heard.append(None))
-
-    listen(module.net)
+    for parameter in module.net.parameters():
+        parameter.register_hook(lambda _: heard.append(None))
     replica = replicas(module, (1, 0))
-    listen(replica.modules[1].net)
     hooks = held(replica)
     with pytest.raises(ValueError, match="on purpose"), hooks():
         raise ValueError("on purpose")

@@ -58,7 +58,7 @@ def test_a_quota_that_is_noticed_while_writing_is_a_lack_of_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answer = FilesOfWorker().answer([torch.ones(2)], None)
-    monkeypatch.setattr("lightning_hybrid.state.tensor_file.TensorFile._write", _full)
+    monkeypatch.setattr("lightning_hybrid.state.tensor_file.TensorFile.store", _full)
     with pytest.raises(NoRoom, match="No space left"):
         received(answer, "")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import gloo_groups, together
 
-from lightning_hybrid.state import divided_optimizer_states as gathered_states
+from lightning_hybrid.state import divided_optimizer_states, tensor_file
 from lightning_hybrid.state.divided_optimizer_states import StatesByName, gather_states
 
 
@@ -29,11 +29,12 @@ def states(rank: int) -> StatesByName:
     }
 
 
-@pytest.mark.parametrize("piece", [gathered_states.PIECE_BYTES, 64])
+@pytest.mark.parametrize("piece", [tensor_file.PIECE_BYTES, 64])
 def test_states_of_all_replicas_are_there_as_they_were(
     tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathered_states, "PIECE_BYTES", piece)
+    for end in (divided_optimizer_states, tensor_file):
+        monkeypatch.setattr(end, "PIECE_BYTES", piece)
     groups: list[Any] = gloo_groups(60)
     found, nothing = together(
         lambda: gather_states(groups[0], states(0), str(tmp_path)),

@@ -19,7 +19,6 @@ from lightning_hybrid.config import ScheduleName
 from lightning_hybrid.errors import PlanError
 from lightning_hybrid.options import DelayedName
 from lightning_hybrid.schedules import SCHEDULES, STREAMED
-from lightning_hybrid.strategy.old_names import NEW_WAYS
 
 RECORDS: list[Any] = [
     Delayed("fdg"),
@@ -67,14 +66,6 @@ def test_a_value_that_is_none_is_refused_where_the_record_is_made(
     with pytest.raises(PlanError) as caught:
         make()
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize("strategy", [HybridGabraStrategy, HybridGabraFabricStrategy])
-@pytest.mark.parametrize("name", NEW_WAYS)
-def test_an_old_name_is_answered_by_the_new_way(strategy: Any, name: str) -> None:
-    with pytest.raises(TypeError) as caught:
-        strategy(**{name: 1})
-    assert str(caught.value) == f"{name}=... is no argument any more: write {NEW_WAYS[name]}."
 
 
 @pytest.mark.parametrize("strategy", [HybridGabraStrategy, HybridGabraFabricStrategy])

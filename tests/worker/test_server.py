@@ -144,7 +144,6 @@ def test_a_server_that_has_failed_keeps_nothing_of_the_run_while_it_waits(
         timeout=timedelta(seconds=1),
         devices=(),
         surveys=False,
-        machine=None,
         capacity=None,
     )
     monkeypatch.setattr(Server, "_join", fails)
