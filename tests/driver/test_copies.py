@@ -321,7 +321,7 @@ def test_what_is_done_to_gradients_and_weights_is_done_to_all_copies(
         driver.gradients.after_backward()
         if change is not clip or steps:
             change(clip_one_device, theirs, network)
-            change(driver.optimizers.clip_norm, mine, replica.model)
+            change(driver.clipping.clip_norm, mine, replica.model)
         if steps:
             for optimizer in (mine, theirs):
                 optimizer.step()
