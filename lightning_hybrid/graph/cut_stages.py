@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -351,20 +351,40 @@ def _with_what_is_beside(stages: Sequence[StageCode], graph: NetworkGraph) -> li
     """The stages again, as new objects in which `StageCode.beside` is filled in.
 
     A parameter or buffer that no stage takes belongs to the first stage that takes another tensor
-    of the same module. If no stage takes one, it belongs to no stage.
+    of the same module, or of the same `nn.ModuleDict`: its members are alternatives (adapters,
+    heads of several tasks), and a later call takes another one. If no stage takes one, it belongs
+    to no stage.
     """
     taken = {name for stage in stages for name in stage.tensors}
-    # unused tensors of a module belong to the first stage that uses one of the module's
+    choices = {n for n, m in graph.network.named_modules() if n and isinstance(m, nn.ModuleDict)}
     home: dict[str, int] = {}
     for number, stage in enumerate(stages):
         for name in stage.tensors:
-            home.setdefault(name.rpartition(".")[0], number)
+            for module in _modules_of(name, choices):
+                home.setdefault(module, number)
     beside: list[list[str]] = [[] for _ in stages]
     for name, _ in (*graph.network.named_parameters(), *graph.network.named_buffers()):
-        module = name.rpartition(".")[0]
-        if name in graph.shared - taken and module and module in home:
-            beside[home[module]].append(name)
+        if name in graph.shared - taken:
+            for module in _modules_of(name, choices):
+                if module in home:
+                    beside[home[module]].append(name)
+                    break
     return [replace(stage, beside=tuple(names)) for stage, names in zip(stages, beside)]
+
+
+def _modules_of(name: str, choices: Collection[str]) -> list[str]:
+    """The module of a tensor, and those around it of some names, the innermost first.
+
+    Args:
+        name: dotted name of the tensor.
+        choices: dotted names of modules.
+    """
+    module = name.rpartition(".")[0]
+    found = [module] if module else []
+    while module := module.rpartition(".")[0]:
+        if module in choices:
+            found.append(module)
+    return found
 
 
 def make_stages(

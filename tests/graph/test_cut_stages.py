@@ -111,6 +111,31 @@ def staged_pair(network: nn.Module, *args: Any) -> list[Stage]:
     return make_stages(cut(graph, network_partitions(graph), [1]), network, CPU)
 
 
+class OneOfTwo(nn.Module):
+    """Uses one of two adapters behind each layer, and never a third layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.aside = (nn.Linear(4, 4) for _ in range(3))
+        self.adapters = nn.ModuleList(
+            nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4)) for name in ("en", "de")})
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, adapters in zip((self.first, self.second), self.adapters):
+            x = torch.relu(adapters["de"](layer(x)))
+        return x
+
+
+def test_an_alternative_that_no_stage_uses_is_where_the_used_one_is() -> None:
+    graph = graph_of(OneOfTwo(), torch.ones(2, 4))
+    first, second = cut(graph, network_partitions(graph), [2])
+    for stage, number in ((first, 0), (second, 1)):
+        names = [f"adapters.{number}.en.0.{kind}" for kind in ("weight", "bias")]
+        assert [*stage.beside] == names
+
+
 def test_numbers_that_follow_from_sizes_do_not_cross() -> None:
     found = captured(Scaled(), torch.randn(5, 4))
     graph, network = found.graph, found.graph.network

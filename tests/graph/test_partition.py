@@ -103,6 +103,29 @@ def test_no_cut_where_a_view_of_what_crosses_changes_later() -> None:
     assert "changes it in place" in partition.refused[0][1]
 
 
+class Pieces(nn.Module):
+    """Returns views of one tensor: two pieces of a split, or two that overlap."""
+
+    def __init__(self, overlap: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.overlap = overlap
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        made = self.one(x)
+        first, second = made.split(2, dim=-1)
+        second = made[:, 1:] if self.overlap else second.transpose(0, 1)
+        return self.two(made + 1), first, second
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_outputs_that_may_overlap_stay_in_one_memory(overlap: bool) -> None:
+    first, *others = network_partitions(graph_of(Pieces(overlap), torch.ones(2, 4)))
+    assert bool(others) is not overlap
+    if overlap:
+        assert "outputs 'first'" in first.refused[0][1]
+
+
 def test_tied_parameters_may_be_cut_apart() -> None:
     partitions = network_partitions(graph_of(Tied(), torch.ones(2, 4)))
     users = [p.name for p in partitions if "encode.weight" in p.parameters]

@@ -10,6 +10,8 @@ from matrix import HERE, run_ranks
 SCRIPTS = {
     "causal_lm": ("transformers",),
     "lora": ("transformers", "peft"),
+    "prefixes": ("transformers", "peft"),
+    "adapters": ("transformers", "peft"),
     "summaries": ("transformers",),
     "diffusion": ("diffusers",),
     "graphs": ("torch_geometric",),
