@@ -141,11 +141,15 @@ def refuse_larger(view: Tensor, owner: Tensor, name: str) -> None:
         NetworkError: the view is not inside of the tensor's memory.
     """
     if not _lies_in(view, owner):
+        is_parameter = isinstance(owner, nn.Parameter)
+        kind = "parameter" if is_parameter else "buffer"
+        last = name.rpartition(".")[2]
+        own = "parameter.data = part.clone()" if is_parameter else f"m.{last} = m.{last}.clone()"
         raise NetworkError(
-            f"A tensor of shape {tuple(view.shape)} shows the memory of {name!r} and more (as "
-            "after `parameter.data = flat[:n].view(...)`), and another rank is to own that "
-            "parameter: a change there would not be seen in the larger tensor, nor a change of "
-            "that there. Give the parameter its own memory (`parameter.data = part.clone()`)."
+            f"A tensor of shape {tuple(view.shape)} shows the memory of {kind} {name!r} and more "
+            "(as after `parameter.data = flat[:n].view(...)`), and another rank is to own that "
+            f"{kind}: a change there would not be seen in the larger tensor, nor a change of "
+            f"that there. Give the {kind} its own memory, in its module m (`{own}`)."
         )
 
 

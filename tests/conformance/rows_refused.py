@@ -329,7 +329,7 @@ class RefusedParametersInOneTensor(Row):
     """Keeps all parameters as parts of one larger tensor (`parameter.data = part`)."""
 
     sampled = True
-    refused = ("shows the memory of", "parameter.data = part.clone()")
+    refused = ("shows the memory of parameter", "parameter.data = part.clone()")
 
     def on_fit_start(self) -> None:
         parameters = list(self.parameters())
