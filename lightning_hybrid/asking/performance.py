@@ -138,7 +138,7 @@ class PerformanceModel:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a model from a file with the text of `to_json`.
+        """Read a model that ``fit-model --out`` or `to_json` has written, for a script of your own.
 
         Args:
             path: the file.

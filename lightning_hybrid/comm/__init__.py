@@ -10,6 +10,7 @@ from lightning_hybrid.comm.activation_links import (
     link_copies,
     stages_of,
 )
+from lightning_hybrid.comm.call_precision import CallPrecision
 from lightning_hybrid.comm.collectives import (
     agree,
     broadcast_object,
@@ -54,7 +55,6 @@ from lightning_hybrid.comm.survivors import FAULT, Survivors
 from lightning_hybrid.comm.switches import set_switches, switches
 from lightning_hybrid.comm.tensor_specs import (
     CallKey,
-    CallPrecision,
     Inside,
     TensorSpec,
     bytes_of,

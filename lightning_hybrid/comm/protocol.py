@@ -25,8 +25,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_hybrid.comm.call_precision import CallPrecision
 from lightning_hybrid.comm.switches import Switches
-from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, TensorSpec
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.graph import StageCode
 from lightning_hybrid.remote import FileOfTensors, FilePart, RemoteKind

@@ -289,7 +289,8 @@ class Adoption:
         """Take the plan of a network from an earlier run, or have replica 0 make one for all.
 
         The drivers of all replicas call this together. A new plan is kept by its name, and printed.
-        The planner gets this plan with those of the networks that follow.
+        When later networks are planned, the planner is given this plan too, so that it counts what
+        its stages take.
 
         Args:
             name: name of the plan, by which later runs find it.
@@ -319,7 +320,10 @@ class Adoption:
         return self._plans[name]
 
     def _is_known(self, name: str, partitions: Sequence[NetworkPartition]) -> bool:
-        """Whether an earlier run has left a plan of this name whose cuts these partitions allow."""
+        """Whether an earlier run of this strategy has left a plan of a name that can be used.
+
+        That is one in memory, whose cuts these partitions allow.
+        """
         try:
             # (the code may have changed since that run)
             [find_boundary(partitions, cut) for cut in self._plans[name].cuts]

@@ -115,7 +115,10 @@ class InsideCalls:
         return self.network.scaled(last)
 
     def expect(self, came: Tensor) -> None:
-        """Expect the gradient ``came`` of the loss from now on, unless it is zero or not finite."""
+        """Expect the gradient ``came`` of the loss from now on, unless it is zero or not finite.
+
+        It is kept without the factor of loss scaling.
+        """
         last = self._one() if self.factor is None else self.factor
         is_one = came.isfinite() & (came != 0)
         self.factor = torch.where(is_one, came / self.network.scaled(self._one()), last)

@@ -158,9 +158,10 @@ class OptimizerLink:
             self.optimizer.state.pop(parameter, None)
 
     def shipped(self) -> None:
-        """Note that the workers have got the optimizer as it is now, with its states.
+        """Register that the workers have the optimizer as it is now, with its states.
 
-        If it steps in parts, the next read of ``optimizer.state`` fetches the workers' states.
+        States here that are still unread in a file are read. If the optimizer steps in parts, the
+        next read of ``optimizer.state`` fetches the workers' states.
         """
         self._read_states()
         self._entered.close()

@@ -151,7 +151,7 @@ class EarlyCalls:
             leaves: the inputs of the call.
 
         Returns:
-            The launched call; ``None``: there is none, and all launched calls were given up.
+            The launched call; ``None``: none matches, and all launched calls are given up.
 
         Raises:
             NetworkError: the inputs are not those that were sent at the launch; or the call is the

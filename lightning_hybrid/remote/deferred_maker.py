@@ -162,7 +162,7 @@ class DeferredMaker(Maker):
             module: the LightningModule; other ranks may own some of its tensors after an earlier
                 run.
         """
-        away = self._bring_back(module)
+        away = self._open_remote(module)
         with self._noting(marking=True):
             yield
         for tensor, name, where in away:
@@ -202,13 +202,14 @@ class DeferredMaker(Maker):
         finally:
             self._thread.unrecorded -= 1
 
-    def _bring_back(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
-        """Let tensors of a module that other ranks own be written to on this rank.
+    def _open_remote(self, module: nn.Module) -> list[tuple[Tensor, str, str]]:
+        """Let a load write to tensors of a module that other ranks own.
 
-        Until :meth:`loading` has ended they are deferred tensors of this maker.
+        Until :meth:`loading` has ended they are deferred tensors of this maker, without numbers.
 
         Returns:
-            Each of these tensors, its name, and the words for where its numbers are.
+            For each of these tensors the tensor, its name, and which rank owns it in the words of
+            errors ("on ..."): those that the load leaves out are turned into remote ones again.
         """
         away: list[Any] = [tensor for _, tensor in _state(module) if is_offloaded(tensor)]
         before = [(tensor, tensor._full_name, tensor._where) for tensor in away]

@@ -11,10 +11,12 @@ from lightning_hybrid.state import load_checkpoint, save_checkpoint
 class AtomicCheckpointIO(TorchCheckpointIO):
     """A checkpoint plugin that writes each checkpoint file whole or not at all.
 
+    It loads files, and folders of sharded checkpoints, tensor by tensor when they are needed.
+
     It writes a new file in the folder of the checkpoint, which replaces the old file when it is
     complete. Lightning's own plugin writes to the system's temporary folder and then moves the
     file, which is a plain copy if that folder is on another file system: a kill leaves half a file.
-    It also holds the file in memory, twice. Paths that are URLs are left to Lightning's plugin.
+    Lightning's plugin also holds the file in memory, twice. Paths that are URLs are left to Lightning's plugin.
     """
 
     def save_checkpoint(

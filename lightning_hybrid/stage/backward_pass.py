@@ -14,9 +14,10 @@ from torch.autograd.graph import GradientEdge
 from lightning_hybrid.comm import Arriving, GradientPattern
 from lightning_hybrid.comm.protocol import Backward
 from lightning_hybrid.schedules import INSIDE
-from lightning_hybrid.stage.calls import Call, Gradients, Recipe, SavedForward, again
+from lightning_hybrid.stage.calls import Call, Gradients, SavedForward
 from lightning_hybrid.stage.forward_pass import Pass
 from lightning_hybrid.stage.random_numbers import generators_of_microbatch, set_random_state
+from lightning_hybrid.stage.recomputation import Recipe, again
 from lightning_hybrid.stage.split_backward import CANNOT_BE_SPLIT, WeightPart, input_part
 
 if TYPE_CHECKING:

@@ -1,23 +1,18 @@
-"""What the stages of one rank keep of a call of the network: inputs, and how to run it again.
+"""What the stages of one rank keep of a call of the network, up to its last backward.
 
-With recomputation of activations a forward keeps its inputs, and runs again when its backward
-comes. It then draws the same random numbers as before, and writes to copies of the buffers that it
-has written before. Only memory and time differ from a run without recomputation.
+With recomputation they keep what runs the forward again (``recomputation.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm import CallKey, TensorSpec
 from lightning_hybrid.graph import Stage
+from lightning_hybrid.stage.recomputation import Recipe
 
 Values = list[Tensor]
 Gradients = list[Tensor | None]
@@ -74,22 +69,6 @@ class SavedForward:
         """
         learns = (isinstance(value, Tensor) and value.requires_grad for value in outputs)
         return cls(values, [get_gradient_edge(v) if d else None for v, d in zip(outputs, learns)])
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is kept of the forward of a micro-batch, to run it again in the backward.
-
-    Attributes:
-        values: the inputs of the stage.
-        states: states of the random generators before the forward (from `random_state`); empty if
-            the stage draws no random numbers.
-        buffers: by name, copies of the buffers that the forward writes, made before it.
-    """
-
-    values: Values
-    states: Values
-    buffers: dict[str, Tensor]
 
 
 @dataclass
@@ -188,69 +167,3 @@ def gradients_aside(
             leaf.grad = None
         found.append((weight, gradient))
     return found
-
-
-def saving_nothing() -> AbstractContextManager[Any]:
-    """Context in which autograd saves no activations: a backward through what it records fails."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, _nothing)
-
-
-def forward(
-    stage: Stage, values: Values, numbers: Sequence[Any], states: Values
-) -> tuple[list[Any], Recipe]:
-    """Run the forward of a micro-batch without saving activations; :func:`again` can repeat it.
-
-    Called if activations are recomputed (``Placement.recompute``).
-
-    Args:
-        stage: the stage.
-        values: its inputs for this micro-batch.
-        numbers: for this micro-batch, the values of ``NetworkGraph.numbers`` (Python numbers that
-            follow from the sizes of the inputs).
-        states: states of the random generators now (from `random_state`); empty if the stage draws
-            no random numbers.
-
-    Returns:
-        A pair: the outputs, which require gradients as ever, and the recipe for :func:`again`.
-    """
-    buffers = {name: value.detach().clone() for name, value in stage.changed().items()}
-    # a stage may write to an input that needs no gradient
-    kept = [value if value.requires_grad else value.clone() for value in values]
-    # recorded all the same, so that outputs require gradients where they would
-    with torch.enable_grad(), saving_nothing():
-        outputs = stage(values, numbers)
-    return outputs, Recipe(kept, states, buffers)
-
-
-def again(
-    stage: Stage,
-    recipe: Recipe,
-    numbers: Sequence[Any],
-    aside: Mapping[str, Tensor] = MappingProxyType({}),
-) -> tuple[Values, list[Any]]:
-    """Run a forward again, with the current weights and saved activations. The recipe stays valid.
-
-    The caller sets the random generators to the recipe's states before. Buffers do not change.
-
-    Args:
-        stage: the stage.
-        recipe: from :func:`forward`.
-        numbers: for this micro-batch, the values of ``NetworkGraph.numbers`` (Python numbers that
-            follow from the sizes of the inputs).
-        aside: by name, tensors to compute with in the place of the stage's parameters; see
-            `Call.aside`.
-
-    Returns:
-        A pair of lists: the inputs, which are leaves of the graph, and the outputs.
-    """
-    buffers = {name: value.clone() for name, value in recipe.buffers.items()}
-    tensors = {**stage.taken(), **aside, **buffers}
-    # the recipe stays as it is: a backward with `retain_graph` runs it once more
-    values = [value if value.requires_grad else value.clone() for value in recipe.values]
-    with torch.enable_grad(), own_saved_tensors():
-        outputs = stage.run_with([*tensors.values()], values, numbers)
-    return values, outputs
-
-
-def _nothing(_: None) -> Tensor:
-    raise AssertionError("a forward that runs again keeps nothing")

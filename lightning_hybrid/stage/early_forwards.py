@@ -28,7 +28,7 @@ from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import DelayedWeights
-from lightning_hybrid.stage.calls import Recipe, saving_nothing
+from lightning_hybrid.stage.recomputation import Recipe, saving_nothing
 from lightning_hybrid.stage.split_backward import operations_behind
 
 

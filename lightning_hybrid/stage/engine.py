@@ -60,7 +60,7 @@ from lightning_hybrid.stage.rank_stages import (
     borrowed_parameters,
     lists_of,
 )
-from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
+from lightning_hybrid.stage.statistics_of_copies import StatisticsOfCopies
 from lightning_hybrid.stage.synchronised_batchnorm import Synchronised
 from lightning_hybrid.stage.trace import Trace
 
@@ -136,9 +136,9 @@ class Engine:
         sparse = set(map(id, weights_with_sparse_gradients(network)))
         alone = self.coordinates.replicas * len(copies) == 1
         self.sparse = {} if alone else {n: v for n, v in named.items() if id(v) in sparse}
-        self.replayed: ReplayedStatistics | None = None
+        self.replayed: StatisticsOfCopies | None = None
         if len(copies) > 1:
-            self.replayed = ReplayedStatistics(network, partial(mesh.siblings, copies))
+            self.replayed = StatisticsOfCopies(network, partial(mesh.siblings, copies))
         self.failure: Failure | None = None
         self.passed = True
         count, recompute = len(placement.devices), placement.recompute
@@ -497,7 +497,7 @@ class Engine:
     def noting(self, stage: Stage, microbatch: int) -> AbstractContextManager[Any]:
         """Context of a forward in a stage with copies, which notes its changes of statistics.
 
-        `ReplayedStatistics.replay` applies the changes to the running statistics at the end of the
+        `StatisticsOfCopies.replay` applies the changes to the running statistics at the end of the
         pass. The context does nothing if the stage has no copies, or writes to no buffer.
         """
         if self.replayed is None or not stage.written:

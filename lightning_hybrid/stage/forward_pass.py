@@ -15,7 +15,7 @@ from lightning_hybrid._torch.autograd import own_saved_tensors
 from lightning_hybrid.comm import Arriving, Header, StageLinks, TensorSpec
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.schedules import InstructionKind
-from lightning_hybrid.stage.calls import Call, Ends, Gradients, SavedForward, Values, forward
+from lightning_hybrid.stage.calls import Call, Ends, Gradients, SavedForward, Values
 from lightning_hybrid.stage.random_numbers import (
     generators_of_microbatch,
     microbatch_seed,
@@ -23,6 +23,7 @@ from lightning_hybrid.stage.random_numbers import (
     set_random_state,
     state_specs,
 )
+from lightning_hybrid.stage.recomputation import forward
 
 if TYPE_CHECKING:
     from lightning_hybrid.stage.engine import Engine

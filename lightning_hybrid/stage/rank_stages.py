@@ -146,8 +146,8 @@ def _ordered(
 
     Args:
         schedule: the instructions of each stage.
-        devices: ranks of each stage.
-        ranks: for each stage, the ``pp_rank`` of each copy.
+        devices: ``pp_rank`` of each stage, or of each of its copies.
+        ranks: the same, always as tuples: of one rank if a stage has no copies.
 
     Yields:
         Two results, for the forward and for the backward. Each has, at the index ``pp_rank``, the

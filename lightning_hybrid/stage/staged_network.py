@@ -10,8 +10,9 @@ from lightning_hybrid.comm import CallKey
 from lightning_hybrid.comm.protocol import Forward
 from lightning_hybrid.graph import Stage
 from lightning_hybrid.remote import is_deferred, occupy
-from lightning_hybrid.stage.calls import Call, Recipe, SavedForward, Traffic
+from lightning_hybrid.stage.calls import Call, SavedForward, Traffic
 from lightning_hybrid.stage.engine import Engine
+from lightning_hybrid.stage.recomputation import Recipe
 
 
 class StagedNetwork:

@@ -7,7 +7,7 @@ whose micro-batch i is the union of the replicas' micro-batches i. The modules a
 ``torch.distributed``.)
 
 Without ``sync_batchnorm=True`` each layer takes the statistics of one micro-batch of its replica,
-as torch computes them. Running statistics of stages with copies: ``stage/replayed_statistics.py``.
+as torch computes them. Running statistics of stages with copies: ``stage/statistics_of_copies.py``.
 
 Its collectives cannot deadlock: the replicas of a stage run the same instruction list and the same
 layers, so they call them in the same order; and that is the order of the list, in which one replica

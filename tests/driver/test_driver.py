@@ -10,8 +10,8 @@ import torch
 from driven import Model, Replica, batches, loss_of, model, train, train_one_device
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.call_precision import CallPrecision
 from lightning_hybrid.comm.protocol import GiveFailure
-from lightning_hybrid.comm.tensor_specs import CallPrecision
 from lightning_hybrid.comm.travelling_errors import Failure
 from lightning_hybrid.driver.driver import Driver
 from lightning_hybrid.errors import HybridError, RemoteError

@@ -9,8 +9,9 @@ import torch
 from nccl_rules import StrictReplica
 from torch import Tensor, nn
 
+from lightning_hybrid.comm.call_precision import CallPrecision
 from lightning_hybrid.comm.protocol import Backward, Placement
-from lightning_hybrid.comm.tensor_specs import CallKey, CallPrecision, TensorSpec
+from lightning_hybrid.comm.tensor_specs import CallKey, TensorSpec
 from lightning_hybrid.stage.calls import Call, Traffic
 from lightning_hybrid.stage.engine import Engine
 from lightning_hybrid.stage.rank_stages import StageOptions

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_hybrid.errors import NetworkError
 from lightning_hybrid.graph import Stage, cut, make_stages, network_partitions
-from lightning_hybrid.stage.calls import Recipe, again
 from lightning_hybrid.stage.early_forwards import EarlyForwards
+from lightning_hybrid.stage.recomputation import Recipe, again
 
 X = torch.randn(4, 3, dtype=torch.float64)
 

@@ -7,6 +7,7 @@ import torch
 from served import GRADIENTS, Service
 from torch import nn
 
+from lightning_hybrid.comm.call_precision import CallPrecision
 from lightning_hybrid.comm.protocol import (
     ClipNorm,
     ClipValues,
@@ -20,7 +21,6 @@ from lightning_hybrid.comm.protocol import (
     Unscale,
     ZeroGrad,
 )
-from lightning_hybrid.comm.tensor_specs import CallPrecision
 from lightning_hybrid.state.optimizers import NamedGroups, groups_of, ship
 from lightning_hybrid.state.sharded_checkpoint import TensorAddress
 

@@ -21,7 +21,7 @@ from lightning_hybrid.graph import Stage
 _COUNT, _AVERAGES = "num_batches_tracked", ("running_mean", "running_var")
 
 
-class ReplayedStatistics:
+class StatisticsOfCopies:
     """The running statistics of one copy of a stage.
 
     For each micro-batch of this rank the forward runs inside of :meth:`noting`; at the end of the

@@ -9,8 +9,8 @@ from capturing import graph_of
 from torch import Tensor, nn
 
 from lightning_hybrid.graph import Stage, cut, make_stages, network_partitions
-from lightning_hybrid.stage.calls import again, forward
 from lightning_hybrid.stage.random_numbers import random_state, set_random_state
+from lightning_hybrid.stage.recomputation import again, forward
 
 X = torch.randn(4, 3, dtype=torch.float64)
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hybrid.comm.connections import GroupHandle
 from lightning_hybrid.graph import cut_at, make_stages
-from lightning_hybrid.stage.replayed_statistics import ReplayedStatistics
+from lightning_hybrid.stage.statistics_of_copies import StatisticsOfCopies
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_copies_end_with_the_statistics_of_one_device(
         alone(part)
 
     def train(number: int) -> None:
-        statistics = ReplayedStatistics(copies[number], lambda: groups[number])
+        statistics = StatisticsOfCopies(copies[number], lambda: groups[number])
         [stage] = make_stages(codes, copies[number], torch.device("cpu"))
         for begin in (0, microbatches):
             for m in range(number, microbatches, 2):
