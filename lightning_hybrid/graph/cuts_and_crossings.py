@@ -8,14 +8,22 @@ from itertools import combinations
 from typing import Any, TypeGuard
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lightning_hybrid._torch.graphs import is_enter_autocast
+from lightning_hybrid._torch.symbols import captured_value
 from lightning_hybrid.graph.graph import Layer, NetworkGraph
 from lightning_hybrid.graph.source_places import place_of
 
-_SPLITS = {"split", "chunk", "unbind", "tensor_split", "split_with_sizes"}
-"""Operations, as methods or functions, whose results are views that do not overlap."""
+_SPLITS = {"split", "chunk", "unbind", "split_with_sizes"}
+"""Operations, as methods or functions, whose results are views that do not overlap, if their input
+has a place of its own in memory for each entry."""
+_WITHIN = {
+    operator.getitem,
+    *("transpose", "permute", "view", "unsqueeze", "squeeze", "select", "detach", "contiguous"),
+    *(torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.select),
+}
+"""Operations whose result, if it is a view, shows nothing but what its input shows."""
 
 
 class Cuts:
@@ -114,18 +122,24 @@ class Cuts:
 
     def _pieces(self, node: fx.Node) -> dict[fx.Node, Any]:
         """Of each split that a tensor is a view of a piece of: the number of that piece."""
-        found = {}
+        found: dict[fx.Node, Any] = {}
         memory = self.graph.memory[node]
         viewed: fx.Node | None = node
         while viewed is not None:
-            shown = [n for n in viewed.all_input_nodes if self.graph.memory.get(n) == memory]
-            if viewed.target is operator.getitem and _splits(viewed.args[0]):
-                found[viewed.args[0]] = viewed.args[1]
-                shown = [
-                    n for n in viewed.args[0].all_input_nodes if self.graph.memory.get(n) == memory
-                ]
-            viewed = shown[0] if len(shown) == 1 else None
+            split = viewed.args[0] if viewed.target is operator.getitem else None
+            if _splits(split):
+                shown = self._shown_by(split, memory)
+                if shown is not None and _has_own_places(shown):
+                    found[split] = viewed.args[1]
+                viewed = shown
+            else:
+                viewed = self._shown_by(viewed, memory) if viewed.target in _WITHIN else None
         return found
+
+    def _shown_by(self, node: fx.Node, memory: int) -> fx.Node | None:
+        """The one input of a view that lies in a memory; ``None``: none does, or several do."""
+        shown = [n for n in node.all_input_nodes if self.graph.memory.get(n) == memory]
+        return shown[0] if len(shown) == 1 else None
 
     def crossing(self, position: int) -> list[fx.Node]:
         """The nodes that a cut at a position would send on: made before it, used after it.
@@ -209,6 +223,24 @@ def _splits(node: Any) -> TypeGuard[fx.Node]:
     if not isinstance(node, fx.Node):
         return False
     return node.target in _SPLITS or getattr(node.target, "__name__", "") in _SPLITS
+
+
+def _has_own_places(node: fx.Node) -> bool:
+    """Whether no two entries of a tensor lie at one place, as they do after ``expand``."""
+    example = node.meta.get("example_value")
+    if not isinstance(example, Tensor):
+        return False
+    places = [
+        (captured_value(s), captured_value(n)) for s, n in zip(example.stride(), example.shape)
+    ]
+    if any(value is None for pair in places for value in pair):
+        return False
+    behind = 1
+    for stride, size in sorted(pair for pair in places if pair[1] != 1):
+        if stride < behind:
+            return False
+        behind = stride * size
+    return True
 
 
 def _differentiates(node: fx.Node) -> bool:

@@ -32,6 +32,7 @@ from lightning_hybrid._torch.tensors import (
     draws,
     python_dispatcher,
     schema,
+    storage_key,
     version,
 )
 from lightning_hybrid._trees import tensors_in
@@ -397,11 +398,13 @@ class _Walk:
         """
         run = self._run
         incoming = [self._gradient(result) for result in _several(results)]
-        old = [(t, version(t)) for _, t in tensors_in((incoming, kept))]
+        # (by memory: a write through `data` does not show in version counters)
+        memory = {storage_key(t.untyped_storage()) for _, t in tensors_in((incoming, kept))}
+        run.written.clear()
         found = self._interpreted(backward, (*incoming, *kept))
         if run.draws:
             return Reason("its backward draws random numbers", "Draw them in its forward.")
-        if any(version(tensor) != number for tensor, number in old):
+        if not memory.isdisjoint(run.written):
             return _WRITES_BACKWARD
         for tensor, gradient in zip(given, _several(found), strict=True):
             needs = isinstance(tensor, Tensor) and (
@@ -571,6 +574,7 @@ class Labelling(TorchDispatchMode):
             they meet in none of its operators, or have met before.
         is_backward: whether a backward runs, so that sums over samples are labelled as such
             (`SUMMED`); else samples meet in them.
+        written: keys of the memory that the backward has changed in place (`storage_key`).
     """
 
     def __init__(self, symbols: Sequence[Any]) -> None:
@@ -578,6 +582,7 @@ class Labelling(TorchDispatchMode):
         self.batch = symbols[0]
         self.symbols = symbols
         self._same = dict.fromkeys(symbols, self.batch)
+        self.written = set[int]()
         self.tainted: set[Any] = set()
         self._labels: dict[int, Label] = {}
         self._alive: list[Tensor] = []  # the `id` of a freed tensor could be given to another
@@ -730,6 +735,8 @@ class Labelling(TorchDispatchMode):
             # a stand-in for a tensor whose shape is about to be changed in place
             call.values["self"] = other = seen.detach()
             self.set(other, self.label(seen))
+        if self.is_backward:
+            self._note_writes(func, call)
         # 2. The labels of its results by its rule, if their shapes agree.
         self._seen, result = False, func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
@@ -754,6 +761,13 @@ class Labelling(TorchDispatchMode):
                 self.set(tensor, label)
         self._look_at_other_results(func, call, given, outs, result)
         return result
+
+    def _note_writes(self, func: Any, call: OperatorArguments) -> None:
+        """Note the memory that an operator changes in place."""
+        for argument in schema(func).arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for _, tensor in tensors_in(call[argument.name]):
+                    self.written.add(storage_key(tensor.untyped_storage()))
 
     def _look_at_other_results(
         self,
@@ -858,7 +872,9 @@ class Labelling(TorchDispatchMode):
         known = self._is_known(name, call, labels) and (name in SHAPED or not labels <= {None})
         rule = rule_of(func) if known else None
         found = MEET if rule is None else rule(self, call, outs)
-        return sum_over_samples(self, func, call) if self.is_backward and found is MEET else found
+        if self.is_backward and found is MEET:
+            return sum_over_samples(self, func, call, outs)
+        return found
 
     def _is_known(self, name: str, call: OperatorArguments, labels: Collection[Label]) -> bool:
         """Whether an operator's rule is right for the `Places` and `Counts` among its inputs.

@@ -500,7 +500,8 @@ def batch_norm(
         return MEET
     others = call.others("input")
     if rows.dim == 0 and _all_free(f, others):
-        return [rows, *[FREE] * (len(outs) - 1)]
+        # (gradients have no statistics of their own)
+        return MEET if f.is_backward else [rows, *[FREE] * (len(outs) - 1)]
     of_channels = {f.label(tensor) for tensor in others} <= {FREE, rows.at(0)}
     if rows.dim == 1 and of_channels:
         return [rows, *[rows.at(0) if t.numel() else FREE for t in outs[1:]]]
@@ -792,7 +793,9 @@ def grouped_matrices(f: Labelling, call: OperatorArguments, outs: Sequence[Tenso
 # ---------------------------------------------------------------- sums over samples
 
 
-def sum_over_samples(f: Labelling, func: Any, call: OperatorArguments) -> Label:
+def sum_over_samples(
+    f: Labelling, func: Any, call: OperatorArguments, outs: Sequence[Tensor]
+) -> Label:
     """Label the result of an operator that adds up samples: `SUMMED` if it does only that.
 
     These are ``sum``, and products of matrices and vectors that add up over the samples of both.
@@ -802,8 +805,11 @@ def sum_over_samples(f: Labelling, func: Any, call: OperatorArguments) -> Label:
         f: the mode that knows the labels of all tensors.
         func: the operator, an overload of `torch.ops`.
         call: its arguments.
+        outs: its results.
     """
     name = name_of(func) if func.namespace == "aten" else ""
+    if any(out.dtype is torch.bool for out in outs):
+        return MEET  # (whether any is true)
     if name == "sum":
         rows = _rows(f, call["self"])
         adds_up = rows is not None and rows.places is None and rows.dim in dims_of(call)
@@ -837,10 +843,10 @@ def of_sums(f: Labelling, func: Any, call: OperatorArguments, outs: Sequence[Ten
     sums = {key for key, tensor in given.items() if f.label(tensor) is SUMMED}
     if not _all_free(f, call.others(*sums)) or any(map(f.depends, call.numbers())):
         return MEET  # (a number that depends on the batch: such as the last B entries)
-    if not all(out.is_floating_point() or out.is_complex() for out in outs):
-        return MEET  # (rounded)
+    if not all((out.is_floating_point() or out.is_complex()) and out.itemsize > 1 for out in outs):
+        return MEET  # (rounded to few numbers)
     if name in _LINEAR:
-        linear = sums == {*given} == {"self"}
+        linear = sums == {*given} == {"self"} and call.overload != "dtype"
     elif name in {"mul", *_PRODUCTS}:
         linear = len(sums) == 1
     elif name == "div":

@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -104,26 +106,42 @@ def test_no_cut_where_a_view_of_what_crosses_changes_later() -> None:
 
 
 class Pieces(nn.Module):
-    """Returns views of one tensor: two pieces of a split, or two that overlap."""
+    """Returns two views of one tensor.
 
-    def __init__(self, overlap: bool) -> None:
+    Args:
+        views: makes them.
+    """
+
+    def __init__(self, views: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.overlap = overlap
+        self.views = views
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         made = self.one(x)
-        first, second = made.split(2, dim=-1)
-        second = made[:, 1:] if self.overlap else second.transpose(0, 1)
-        return self.two(made + 1), first, second
+        return self.two(made + 1), *self.views(made)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_outputs_that_may_overlap_stay_in_one_memory(overlap: bool) -> None:
-    first, *others = network_partitions(graph_of(Pieces(overlap), torch.ones(2, 4)))
-    assert bool(others) is not overlap
-    if overlap:
-        assert "outputs 'first'" in first.refused[0][1]
+def turned(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.split(2, dim=-1)
+    return first, second.transpose(0, 1)
+
+
+def sliced(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.split(2, dim=-1)[0], x[:, 1:]
+
+
+@pytest.mark.parametrize("views", [turned, lambda x: x.chunk(2, 1), lambda x: x.view(-1).chunk(2)])
+def test_outputs_that_cannot_overlap_may_be_cut_apart(views: Any) -> None:
+    assert len(network_partitions(graph_of(Pieces(views), torch.ones(2, 4)))) == 2
+
+
+@pytest.mark.parametrize(
+    "views", [sliced, lambda x: x.unfold(1, 3, 1).unbind(1), lambda x: x.expand(2, 2, 4).unbind(0)]
+)
+def test_outputs_that_may_overlap_stay_in_one_memory(views: Any) -> None:
+    [partition] = network_partitions(graph_of(Pieces(views), torch.ones(2, 4)))
+    assert "share its memory" in partition.refused[0][1]
 
 
 def test_tied_parameters_may_be_cut_apart() -> None:
