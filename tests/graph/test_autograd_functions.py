@@ -248,6 +248,15 @@ def changes_saved(g: Tensor, x: Tensor) -> Tensor:
     return g * x.mul_(2)
 
 
+def changes_data(g: Tensor, x: Tensor) -> Tensor:
+    x.data.mul_(2)
+    return g * x
+
+
+def eight_bits(g: Tensor, x: Tensor) -> Tensor:
+    return (g * x).sum(0).to(torch.float8_e4m3fn).to(g.dtype)
+
+
 class KeepsAMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -291,6 +300,16 @@ MET: dict[str, tuple[Code, str]] = {
     "gradients are drawn": (backward(lambda g, x: g * torch.rand_like(g)), "random numbers"),
     "gradients are changed": (backward(changes_gradient), "changes what it is given"),
     "saved is changed": (backward(changes_saved), "changes what it is given"),
+    "saved data is changed": (backward(changes_data), "changes what it is given"),
+    "normalised gradients": (
+        backward(lambda g, x: F.batch_norm(g, None, None, training=True)),
+        "batch_norm",
+    ),
+    "any for a weight": (
+        of_weight(lambda g, x: (x > 0).sum(0, dtype=torch.bool).to(x.dtype)),
+        "in its backward: sum",
+    ),
+    "eight bits for a weight": (of_weight(eight_bits), "_to_copy"),
     "mean for a weight": (of_weight(lambda g, x: (g * x).mean(0)), "in its backward: mean"),
     "largest for a weight": (of_weight(lambda g, x: (g * x).amax(0)), "in its backward: amax"),
     "square for a weight": (of_weight(lambda g, x: (g * x).sum(0).square()), "backward: pow"),
