@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hybrid._torch.tensors import as_they_are
 from lightning_hybrid._trees import PathStep, children
@@ -60,12 +60,13 @@ def first_samples(result: Any, part: Any) -> dict[str, Any]:
     }
 
 
-def leaves_in(result: Any) -> dict[str, Any]:
-    """The tensors, numbers and texts in a result, keyed by the expression that reaches each.
+def leaves_in(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The tensors, numbers and texts in attributes, keyed by the expression that reaches each.
 
-    For example, `loss.parts[0]`.
+    For example, `self.net.parts[0]`. Parameters are left out (`nn.LSTM` has a list of its own):
+    they may have no memory here.
     """
-    return dict(_leaves(result))
+    return dict(_leaves(attributes, parameters=False))
 
 
 def changed(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -112,13 +113,19 @@ _TENSOR_FLOAT_32 = 2.0**-10
 """The precision of float32 convolutions on GPUs, and of products where TF32 is allowed."""
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str = "", *, parameters: bool = True) -> Iterator[tuple[str, Any]]:
     """Each tensor, number and text in a result, behind the expression that reaches it.
 
     So is the order of the keys of an OrderedDict, as a text. Other objects are left out.
+
+    Args:
+        value: the result, or a part of it.
+        path: the expression that reaches it.
+        parameters: whether parameters are among the tensors.
     """
     if isinstance(value, Tensor):
-        yield path, plain(value)
+        if parameters or not isinstance(value, nn.Parameter):
+            yield path, plain(value)
         return
     parts = children(value)
     if parts is None:
@@ -129,7 +136,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, OrderedDict):
         yield f"the order of {path}", str([*value])
     for number, (step, inner) in enumerate(parts):
-        yield from _leaves(inner, _after(path, step, number))
+        yield from _leaves(inner, _after(path, step, number), parameters=parameters)
 
 
 def _after(path: str, step: PathStep, number: int) -> str:

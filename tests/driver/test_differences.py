@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.driver.differences import differences, epsilon_of, first_samples, numbers_in
+from lightning_hybrid.driver.differences import (
+    differences,
+    epsilon_of,
+    first_samples,
+    leaves_in,
+    numbers_in,
+)
 
 EPSILON = torch.finfo(torch.float64).eps
 CPU = torch.device("cpu")
@@ -134,3 +140,10 @@ def test_keys_that_are_objects_are_told_apart_by_their_order() -> None:
     one, same = {weight: 1, "a": 2, ("b", 1): 3}, {other: 1, "a": 2, ("b", 1): 3}
     assert not differences({"state": one}, {"state": same}, EPSILON)
     assert differences({"state": one}, {"state": {**same, other: 4}}, EPSILON)
+
+
+def test_parameters_in_attributes_are_not_looked_at() -> None:
+    """Their memory may be freed: reading it would end the process."""
+    network = nn.LSTM(2, 3)
+    held = {"self._flat_weights": network._flat_weights, "self.count": [network.bias_ih_l0, 4]}
+    assert leaves_in(held) == {"self.count[1]": 4}
