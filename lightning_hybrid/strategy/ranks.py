@@ -395,14 +395,15 @@ class StrategyRanks:
     def _keep_drivers(self) -> None:
         """Check that the ranks which still run the script can be the drivers of this run.
 
-        The others are servers since an earlier run, and cannot be drivers any more. Open sizes are
-        set to as many replicas as there are ranks with the script.
+        The others are servers since an earlier run, and cannot be drivers any more. After a first
+        run, open sizes are set to as many replicas as there are ranks with the script: one that
+        would serve now could not run what follows in it.
 
         Raises:
             PlanError: this run needs more drivers, or its plan has other ones.
         """
         scripts = [rank for rank in range(self.hosts * self.per_host) if rank not in Servers.ranks]
-        if Servers.ranks and self.sizes_are_open:
+        if self.sizes_are_open and (Servers.ranks or has_met()):
             self.config = replace(self.config, data_parallel_size=len(scripts))
         planned = self._order_of_plan[:: self.stages]
         if self.replicas > len(scripts) or not Servers.ranks.isdisjoint(planned):

@@ -16,7 +16,7 @@ from lightning_hybrid._lightning_private import LOADING
 from lightning_hybrid.comm import Coordinates, Failure
 from lightning_hybrid.errors import HybridError
 from lightning_hybrid.planning import Plan
-from lightning_hybrid.process import Phase
+from lightning_hybrid.process import Phase, has_met
 from lightning_hybrid.run import BetweenRuns, DriverSession, refuse_other_shards, say_chain
 from lightning_hybrid.strategy.launcher import (
     HybridMultiProcessingLauncher,
@@ -229,13 +229,15 @@ class ReplicaRanks:
     def _take_known_chain(self, trainer: Trainer | None) -> None:
         """Let all devices form one chain if sizes are open, and the kind of the run decides that.
 
-        All ranks that run the script call this before they meet.
+        All ranks that run the script call this before they meet. It is for the first run: later
+        ones keep the drivers.
 
         Args:
             trainer: the Trainer, which begins a run; ``None`` under Fabric.
         """
         ranks = self._ranks
-        if ranks.sizes_are_open and (reason := self._why_chain(trainer)) is not None:
+        known = ranks.sizes_are_open and not has_met()
+        if known and (reason := self._why_chain(trainer)) is not None:
             say_chain(ranks.hosts * ranks.per_host, reason)
             ranks.config = replace(ranks.config, data_parallel_size=1)
 

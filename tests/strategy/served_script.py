@@ -355,8 +355,11 @@ def _checkpointed(folder: Path, devices: int, **sizes: int | str) -> Any:
 
 
 def open_replicas(folder: Path) -> Any:
-    """Open sizes become two replicas, and then they are given."""
+    """Open sizes become two replicas, stay so in an evaluation, and then they are given."""
     chosen = _checkpointed(folder, 2)
+    evaluates = trainer(folder, 2, pipeline_parallel_size="auto")
+    evaluates.validate(Validates(), verbose=False)
+    assert evaluates.world_size == 2
     return chosen, _checkpointed(folder, 2, data_parallel_size=2, pipeline_parallel_size=1)
 
 
