@@ -110,6 +110,7 @@ def test_all_end_with_a_rank_that_fails_before_the_first_command(
     end(tmp_path, start(tmp_path, 4, hosts))
 
 
+@pytest.mark.conformance
 def test_who_waits_for_a_rank_that_makes_no_group_ends_with_it(tmp_path: Path) -> None:
     configure(tmp_path, "activations", 1, replicas=1)
     assert "(raised on rank 1 (worker" in end(tmp_path, start(tmp_path, 2, 1))

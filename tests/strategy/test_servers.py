@@ -53,7 +53,7 @@ def test_trainers_of_a_script_that_runs_once_train_as_on_one_device(tmp_path: Pa
 @pytest.mark.parametrize(
     "what",
     [
-        "open_made_later",
+        pytest.param("open_made_later", marks=pytest.mark.conformance),
         pytest.param("open_evaluation", marks=pytest.mark.conformance),
         pytest.param("open_fabric", marks=pytest.mark.conformance),
     ],
@@ -144,6 +144,7 @@ def test_a_network_of_configure_model_trains_alike_and_frozen_weights_stay_in_th
     assert (whole, unread) == (False, True)
 
 
+@pytest.mark.conformance
 def test_a_worker_reads_its_large_weights_from_their_file(tmp_path: Path) -> None:
     (one, two), read = seen(tmp_path, "from_files")
     for key in ("weights", "loss", "checkpoint"):
