@@ -12,7 +12,7 @@ TAGS_OF_A_PLACEMENT = 2**12
 
 @unique
 class ReservedTag(IntEnum):
-    """Tags that have one use in the group of a replica; the last ones below the placements'."""
+    """Tags that have one use each in the group of a replica."""
 
     ABOUT_TO_MAKE_A_GROUP = TAGS_OF_A_PLACEMENT - 1
     """Of the bytes by which ranks wait for each other (``comm/mesh.py``)."""

@@ -505,6 +505,14 @@ class _Interpreter(fx.Interpreter):
         return value
 
 
+def _changed_in_place(func: Any, call: OperatorArguments) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an operator changes in place, each with the name of its argument."""
+    for argument in schema(func).arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for _, tensor in tensors_in(call[argument.name]):
+                yield argument.name, tensor
+
+
 def _several(value: Any) -> Sequence[Any]:
     """What a forward or backward has returned, as several results."""
     return value if isinstance(value, tuple | list) else (value,)
@@ -736,7 +744,8 @@ class Labelling(TorchDispatchMode):
             call.values["self"] = other = seen.detach()
             self.set(other, self.label(seen))
         if self.is_backward:
-            self._note_writes(func, call)
+            changes = _changed_in_place(func, call)
+            self.written |= {storage_key(tensor.untyped_storage()) for _, tensor in changes}
         # 2. The labels of its results by its rule, if their shapes agree.
         self._seen, result = False, func(*args, **kwargs)
         outs = [tensor for _, tensor in tensors_in(result)]
@@ -762,13 +771,6 @@ class Labelling(TorchDispatchMode):
         self._look_at_other_results(func, call, given, outs, result)
         return result
 
-    def _note_writes(self, func: Any, call: OperatorArguments) -> None:
-        """Note the memory that an operator changes in place."""
-        for argument in schema(func).arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for _, tensor in tensors_in(call[argument.name]):
-                    self.written.add(storage_key(tensor.untyped_storage()))
-
     def _look_at_other_results(
         self,
         func: Any,
@@ -790,12 +792,10 @@ class Labelling(TorchDispatchMode):
         if not has_samples:
             return
         # (running statistics may be those of a micro-batch, as in every pipeline)
-        for argument in schema(func).arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for _, tensor in tensors_in(call[argument.name]):
-                    is_statistic = argument.name in ("running_mean", "running_var")
-                    if not any(tensor is out for out in outs) and not is_statistic:
-                        self.spoil(tensor)
+        for name, tensor in _changed_in_place(func, call):
+            is_statistic = name in ("running_mean", "running_var")
+            if not any(tensor is out for out in outs) and not is_statistic:
+                self.spoil(tensor)
         met = any(self.label(t) is MEET for t in (*given, *outs))
         is_number = isinstance(result, int | float | complex) or is_symbolic(result)
         if is_number and name_of(func) not in _OF_SIZES:

@@ -16,8 +16,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     It writes a new file in the folder of the checkpoint, which replaces the old file when it is
     complete. Lightning's own plugin writes to the system's temporary folder and then moves the
     file, which is a plain copy if that folder is on another file system: a kill leaves half a file.
-    Lightning's plugin also holds the file in memory, twice. It does what is asked of paths that
-    are URLs.
+    That plugin also holds the file in memory, twice. Paths that are URLs are left to it.
     """
 
     def save_checkpoint(
